@@ -1,0 +1,1 @@
+"""Kernels of tcport: the reference that defines the operators, and everything that must agree with it."""

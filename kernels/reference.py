@@ -1,0 +1,194 @@
+"""The specification of the operators, in plain PyTorch, one sequence at a time.
+
+Nothing here is fast and nothing here is clever: every other path is tested against this file, so it has to be
+readable as a definition. All arithmetic is done in ``compute_dtype`` (fp32, or fp64 for an oracle).
+
+Definitions:
+    * Token ``i`` of a sequence with ``q_len`` query tokens and length ``seq_len`` has position
+      ``seq_len - q_len + i``: queries are aligned to the END of the sequence, and the keys of the query tokens are
+      already in the cache.
+    * logit = ``scale * q.k``; then softcap ``c * tanh(logit / c)``; then ALiBi ``+ slope * (key pos - query pos)``;
+      then masking.
+    * ``causal``: key pos <= query pos. ``window=W``: key pos > query pos - W, so a causal window holds W keys, the
+      current one included. ``chunk=C``: key pos // C == query pos // C. ``mask[t, j]`` True: key position j is visible
+      to token t; positions beyond its last column are not visible. All that are given hold at once.
+    * A sink logit is neither scaled nor capped; it enters the denominator once per query head and has no value.
+    * A stored K or V element times its scale is the value.
+    * LSE is the natural logarithm of the whole denominator, sink included.
+    * A row with no visible key gives 0 and LSE -inf (the sink's logit, if there is a sink). Rows that ``cu_seqlens_q``
+      does not cover are such rows.
+    * Bytes of the cache at positions >= seq_len and table entries past the length influence nothing, NaN included.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def paged_attention(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    mask: Tensor | None = None,
+    chunk: int | None = None,
+    compute_dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """Attention of packed query tokens over a paged KV cache.
+
+    Args:
+        query: ``[T, Hq, Dqk]``, any strides.
+        k_cache: ``[pages, page, Hkv, Dqk]``; any strides; float, fp8 or int8.
+        v_cache: ``[pages, page, Hkv, Dv]``; likewise.
+        block_table: ``[B, M]`` int32 or int64: page ids of each sequence in order.
+        seq_lens: ``[B]`` int32 or int64: keys of each sequence, the query tokens' own included.
+        cu_seqlens_q: ``[B + 1]`` int32 or int64: tokens ``cu[b]:cu[b+1]`` belong to sequence b. None: one token per
+            sequence (T == B).
+        scale: logit scale; None: ``Dqk ** -0.5``.
+        alibi_slopes: ``[Hq]``.
+        sinks: ``[Hq]``.
+        k_scale, v_scale: ``[]`` or ``[1]`` (per tensor), ``[Hkv]`` (per KV head), or ``[pages, page, Hkv]`` (per token
+            and head).
+        mask: bool ``[T, K]``.
+        compute_dtype: dtype of the arithmetic and of both results.
+
+    Returns:
+        ``out [T, Hq, Dv]`` and ``lse [T, Hq]``, both in ``compute_dtype``.
+    """
+    num_tokens, num_q_heads, head_dim = query.shape
+    num_kv_heads, v_dim = v_cache.shape[2], v_cache.shape[3]
+    group = num_q_heads // num_kv_heads
+    scale = head_dim**-0.5 if scale is None else scale
+
+    out = torch.zeros(num_tokens, num_q_heads, v_dim, dtype=compute_dtype, device=query.device)
+    lse = torch.full((num_tokens, num_q_heads), -torch.inf, dtype=compute_dtype, device=query.device)
+    if sinks is not None:
+        lse = sinks.to(compute_dtype).expand(num_tokens, num_q_heads).clone()
+
+    starts = list(range(len(seq_lens) + 1)) if cu_seqlens_q is None else cu_seqlens_q.tolist()
+    for b, seq_len in enumerate(seq_lens.tolist()):
+        rows = slice(starts[b], starts[b + 1])
+        q_len = starts[b + 1] - starts[b]
+        if q_len <= 0 or seq_len <= 0:
+            continue
+        key = _gather(k_cache, k_scale, block_table[b], seq_len, compute_dtype).repeat_interleave(group, dim=1)
+        value = _gather(v_cache, v_scale, block_table[b], seq_len, compute_dtype).repeat_interleave(group, dim=1)
+
+        logits = torch.einsum("qhd,khd->hqk", query[rows].to(compute_dtype), key) * scale
+        if softcap:
+            logits = softcap * torch.tanh(logits / softcap)
+
+        key_pos = torch.arange(seq_len, device=query.device)
+        query_pos = torch.arange(seq_len - q_len, seq_len, device=query.device)[:, None]
+        if alibi_slopes is not None:
+            logits = logits + alibi_slopes.to(compute_dtype)[:, None, None] * (key_pos - query_pos)
+
+        visible = torch.ones(q_len, seq_len, dtype=torch.bool, device=query.device)
+        if causal:
+            visible &= key_pos <= query_pos
+        if window is not None:
+            visible &= key_pos > query_pos - window
+        if chunk is not None:
+            visible &= key_pos // chunk == query_pos // chunk
+        if mask is not None:
+            columns = min(seq_len, mask.shape[1])
+            visible[:, :columns] &= mask[rows, :columns]
+            visible[:, columns:] = False
+        logits = logits.masked_fill(~visible, -torch.inf)
+
+        denominator = torch.logsumexp(logits, dim=-1)
+        if sinks is not None:
+            denominator = torch.logaddexp(denominator, sinks.to(compute_dtype)[:, None])
+        weights = torch.where(visible, torch.exp(logits - denominator[..., None]), 0.0)
+        out[rows] = torch.einsum("hqk,khd->qhd", weights, value)
+        lse[rows] = denominator.transpose(0, 1)
+    return out, lse
+
+
+def kv_write(
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """Write new keys and values into their cache slots, in place.
+
+    Slot ``s`` is page ``s // page``, position ``s % page``. Rows whose slot is negative or beyond the cache are
+    skipped; rows of ``key`` beyond the slots are ignored. What is stored is ``x / scale`` rounded to the cache's
+    dtype (int8 to nearest even; fp8 and int8 saturate).
+
+    Args:
+        key: ``[T, Hkv, Dqk]``. value: ``[T, Hkv, Dv]``; any float dtype, any strides.
+        k_cache, v_cache: as in :func:`paged_attention`.
+        slot_mapping: ``[S]`` int32 or int64, S <= T.
+        k_scale, v_scale: as in :func:`paged_attention`; a per-token-and-head scale is read at the slot written.
+    """
+    page_size = k_cache.shape[1]
+    num_slots = k_cache.shape[0] * page_size
+    for token, slot in enumerate(slot_mapping.tolist()):
+        if 0 <= slot < num_slots:
+            where = (slot // page_size, slot % page_size)
+            k_cache[where] = _store(key[token], k_scale, where, k_cache.dtype)
+            v_cache[where] = _store(value[token], v_scale, where, v_cache.dtype)
+
+
+def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over the union of two disjoint key sets, from the results over each.
+
+    Args:
+        out_a, out_b: ``[T, H, D]``. lse_a, lse_b: ``[T, H]``, natural log; at most one of them may include a sink.
+
+    Returns:
+        ``out [T, H, D]`` in the dtype of ``out_a`` and ``lse [T, H]`` fp32 (fp64 for fp64 input).
+
+    Source: log-sum-exp of a split softmax (FlashAttention, arXiv:2205.14135, section 3.1).
+    """
+    lse = torch.logaddexp(lse_a, lse_b)
+    empty = torch.isneginf(lse)
+    weight_a = torch.where(empty, 0.0, torch.exp(lse_a - lse))[..., None]
+    weight_b = torch.where(empty, 0.0, torch.exp(lse_b - lse))[..., None]
+    out = out_a.to(weight_a.dtype) * weight_a + out_b.to(weight_b.dtype) * weight_b
+    return out.to(out_a.dtype), lse
+
+
+def _gather(cache: Tensor, scale: Tensor | None, table_row: Tensor, seq_len: int, dtype: torch.dtype) -> Tensor:
+    """The first ``seq_len`` keys or values of one sequence, dequantised: ``[seq_len, Hkv, D]``."""
+    positions = torch.arange(seq_len, device=cache.device)
+    page = table_row.long()[positions // cache.shape[1]]
+    offset = positions % cache.shape[1]
+    stored = cache[page, offset].to(dtype)
+    if scale is None:
+        return stored
+    scale = scale.to(dtype)
+    if scale.dim() == 3:
+        return stored * scale[page, offset][..., None]
+    return stored * scale.reshape(-1, 1)
+
+
+def _store(row: Tensor, scale: Tensor | None, where: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """One token's heads ``[Hkv, D]`` as the cache stores them."""
+    row = row.float()
+    if scale is not None:
+        row = row / (scale.float()[where][:, None] if scale.dim() == 3 else scale.float().reshape(-1, 1))
+    if dtype == torch.int8:
+        return row.round().clamp(-128, 127).to(dtype)
+    if dtype.is_floating_point and dtype.itemsize == 1:
+        limit = torch.finfo(dtype).max
+        return row.clamp(-limit, limit).to(dtype)
+    return row.to(dtype)

@@ -1,0 +1,1 @@
+"""Graph passes of tcport: one pass, one file."""

@@ -1,0 +1,1 @@
+"""The TritonIRAdapter: paged attention, however it is spelled, rewritten to the canonical operators."""

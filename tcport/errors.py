@@ -1,0 +1,68 @@
+"""Errors of tcport: one class per cause, each saying what was wrong and what to do about it."""
+
+from __future__ import annotations
+
+
+class TcportError(Exception):
+    """Base of every error tcport raises on purpose.
+
+    Args:
+        cause: one sentence: what was given (or what happened) and what is allowed.
+        remedy: one sentence: what the reader should do next.
+    """
+
+    def __init__(self, cause: str, remedy: str) -> None:
+        super().__init__(cause, remedy)
+        self.cause = cause
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.cause} {self.remedy}"
+
+
+class ShapeError(TcportError, ValueError):
+    """A tensor has the wrong rank or size, or two tensors disagree about a dimension."""
+
+
+class HeadRatioError(ShapeError):
+    """The number of query heads is not a multiple of the number of KV heads."""
+
+
+class DtypeError(TcportError, TypeError):
+    """A tensor has a dtype that the operator does not take in that place."""
+
+
+class DeviceMismatchError(TcportError, ValueError):
+    """The tensors of one call do not all lie on one device."""
+
+
+class ArgumentError(TcportError, ValueError):
+    """A plain argument (window, softcap, chunk, num_splits, ...) is outside its range."""
+
+
+class OptionError(TcportError, ValueError):
+    """An option or mode given to ``torch.compile(..., backend="tcport")`` is unknown or malformed."""
+
+
+class UnsupportedFeatureError(TcportError, NotImplementedError):
+    """The request is well formed, but no path of tcport carries it out on this device."""
+
+
+class UnsupportedVersionError(TcportError, ImportError):
+    """The installed torch or triton lies outside the range tcport was written for."""
+
+
+class KernelBuildError(TcportError, RuntimeError):
+    """A kernel did not compile; the chain steps to the next candidate."""
+
+
+class OutOfResourcesError(KernelBuildError):
+    """A compiled kernel needs more shared memory, registers or threads than the device has."""
+
+
+class KernelLaunchError(TcportError, RuntimeError):
+    """A compiled kernel could not be launched."""
+
+
+class NoCandidateError(TcportError, RuntimeError):
+    """Every candidate kernel refused a node and fallbacks were forbidden."""

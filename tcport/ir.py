@@ -1,0 +1,95 @@
+"""The data that travels from the graph to a kernel: what attention is asked for, how the cache lies, which tile was chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import sympy
+
+Dim = int | sympy.Expr
+"""A size that may be symbolic: a Python int, or a sympy expression over the graph's size symbols."""
+
+QueryForm = Literal["decode", "varlen"]
+"""``decode``: one query token per sequence (no ``cu_seqlens_q``). ``varlen``: any number, packed by ``cu_seqlens_q``."""
+
+
+@dataclasses.dataclass(frozen=True)
+class KVLayout:
+    """How one KV cache lies in memory, in elements of its dtype.
+
+    The logical shape is always ``[pages, page, KV heads, dim]``; a head-major, interleaved or packed
+    cache is a view of that shape and differs only in these strides.
+    """
+
+    page_size: int
+    stride_page: Dim
+    stride_token: Dim
+    stride_head: Dim
+    stride_dim: Dim
+
+    @property
+    def head_major(self) -> bool | None:
+        """True when the tokens of one KV head are adjacent within a page; None when strides are symbolic."""
+        if not (isinstance(self.stride_token, int) and isinstance(self.stride_head, int)):
+            return None
+        return self.stride_token < self.stride_head
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSpec:
+    """One paged attention call, reduced to the facts that choose a kernel and a tile.
+
+    ``num_seqs``, ``num_tokens`` and ``max_context`` may be symbolic; nothing about a single batch
+    (its lengths) is in here, so one spec serves every step of a serving loop.
+    """
+
+    form: QueryForm
+    num_seqs: Dim
+    num_tokens: Dim
+    max_context: Dim
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim_qk: int
+    head_dim_v: int
+    query_dtype: str
+    kv_dtype: str
+    k_layout: KVLayout
+    v_layout: KVLayout
+    causal: bool = True
+    window: bool = False
+    chunk: bool = False
+    softcap: bool = False
+    alibi: bool = False
+    sinks: bool = False
+    mask: bool = False
+    kv_scales: bool = False
+    num_splits: int | None = None
+    batch_invariant: bool = False
+    return_lse: bool = False
+    v_is_view_of_k: bool = False
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per KV head (the GQA ratio)."""
+        return self.num_q_heads // self.num_kv_heads
+
+
+@dataclasses.dataclass(frozen=True)
+class TileConfig:
+    """The compile-time shape of one kernel.
+
+    ``block_m`` counts packed rows (query tokens x query heads of one KV head), ``block_n`` counts
+    keys. ``num_splits`` may be symbolic in the batch size; 1 means no split-KV.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    num_splits: Dim = 1
+    persistent: bool = False
+
+    def __str__(self) -> str:
+        tail = f" splits {self.num_splits}" if self.num_splits != 1 else ""
+        return f"{self.block_m}x{self.block_n} w{self.num_warps} st{self.num_stages}{tail}"
