@@ -1,4 +1,4 @@
-"""The data that travels from the graph to a kernel: what attention is asked for, how the cache lies, which tile was chosen."""
+"""What travels from the graph to a kernel: the attention asked for, the layout of the cache, the tile chosen."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Dim = int | sympy.Expr
 """A size that may be symbolic: a Python int, or a sympy expression over the graph's size symbols."""
 
 QueryForm = Literal["decode", "varlen"]
-"""``decode``: one query token per sequence (no ``cu_seqlens_q``). ``varlen``: any number, packed by ``cu_seqlens_q``."""
+"""``decode``: one query token per sequence (no ``cu_seqlens_q``). ``varlen``: any number, as ``cu_seqlens_q`` says."""
 
 
 @dataclasses.dataclass(frozen=True)
