@@ -1,4 +1,4 @@
-"""One attention call as the kernels see it: checked, with every default filled in."""
+"""The operators' arguments as the kernels see them: checked, with every default filled in."""
 
 from __future__ import annotations
 
@@ -38,3 +38,38 @@ class AttentionCall:
     num_splits: int | None = None
     batch_invariant: bool = False
     return_lse: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        query: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        cu_seqlens_q: Tensor | None = None,
+        *,
+        scale: float | None = None,
+        **options: Any,
+    ) -> AttentionCall:
+        """The call behind the operator's own arguments; ``scale=None`` becomes ``Dqk ** -0.5``."""
+        scale = int(query.shape[-1]) ** -0.5 if scale is None else scale
+        return cls(query, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, scale, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class WriteCall:
+    """The arguments of ``tcport::kv_write``; shapes and meanings in :mod:`tcport.kernels.reference`."""
+
+    key: Tensor
+    value: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    slot_mapping: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+    @classmethod
+    def of(cls, *args: Tensor, **options: Any) -> WriteCall:
+        """The call behind the operator's own arguments."""
+        return cls(*args, **options)

@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Literal, TypeVar
 
 import sympy
+import torch
 
 Dim = int | sympy.Expr
 """A size that may be symbolic: a Python int, or a sympy expression over the graph's size symbols."""
+
+BATCH = sympy.Symbol("B", integer=True, positive=True)
+"""The number of sequences, where a tile leaves it open (``num_splits`` in terms of ``B``)."""
+
+IntLike = TypeVar("IntLike", int, torch.SymInt)
+
+
+class CeilDiv(sympy.Function):
+    """``ceil(a / b)`` of integers, kept as one term so that it prints and evaluates without fractions."""
+
+    nargs = (2,)
+
+    @classmethod
+    def eval(cls, a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
+        if isinstance(a, sympy.Integer) and isinstance(b, sympy.Integer):
+            return sympy.Integer(-(-int(a) // int(b)))
+        return a if b == 1 else None
+
 
 QueryForm = Literal["decode", "varlen"]
 """``decode``: one query token per sequence (no ``cu_seqlens_q``). ``varlen``: any number, as ``cu_seqlens_q`` says."""
@@ -80,7 +99,8 @@ class TileConfig:
     """The compile-time shape of one kernel.
 
     ``block_m`` counts packed rows (query tokens x query heads of one KV head), ``block_n`` counts
-    keys. ``num_splits`` may be symbolic in the batch size; 1 means no split-KV.
+    keys. ``num_splits`` is an int or an expression in ``BATCH`` built from ``+ - *``, ``CeilDiv``, and binary ``Min``
+    and ``Max``; 1 means no split-KV.
     """
 
     block_m: int
@@ -89,6 +109,13 @@ class TileConfig:
     num_stages: int
     num_splits: Dim = 1
     persistent: bool = False
+
+    def splits(self, batch: IntLike) -> int | IntLike:
+        """``num_splits`` for a batch of this size, which may be a ``SymInt`` of a graph being traced."""
+        if isinstance(self.num_splits, int):
+            return self.num_splits
+        functions = {"CeilDiv": lambda a, b: (a + b - 1) // b, "Min": torch.sym_min, "Max": torch.sym_max}
+        return sympy.lambdify(BATCH, self.num_splits, modules=[functions])(torch.sym_max(batch, 1))
 
     def __str__(self) -> str:
         tail = f" splits {self.num_splits}" if self.num_splits != 1 else ""

@@ -1,0 +1,68 @@
+"""What a lowering gives back: a kernel to try, or the reason there is none."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+from tcport.ir import TileConfig
+
+Tier = Literal["tuned", "generic", "blob", "torch"]
+"""Links of the chain, best first: tuned Triton, generic Triton, precompiled blob, plain PyTorch."""
+
+TIERS: tuple[Tier, ...] = ("tuned", "generic", "blob", "torch")
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """Whether a lowering takes a node, and why not when it does not."""
+
+    ok: bool
+    reason: str = ""
+
+    @staticmethod
+    def no(reason: str) -> Verdict:
+        return Verdict(False, reason)
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One way to carry out a node.
+
+    Attributes:
+        kernel: name of the kernel, as ``options={"kernel": ...}`` spells it.
+        tier: its link of the chain.
+        run: ``run(call, launch)`` allocates the outputs and launches; it can be run on tensors or traced.
+        config: its tile, None where the kernel has no tiles.
+        why: one line on why this tile was chosen.
+    """
+
+    kernel: str
+    tier: Tier
+    run: Callable[..., Any]
+    config: TileConfig | None = None
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kernel} [{self.tier}]" + (f" {self.config}" if self.config else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rejection:
+    """A kernel that was considered and left, with the reason."""
+
+    kernel: str
+    reason: str
+    config: TileConfig | None = None
+
+    def __str__(self) -> str:
+        return f"{self.kernel}{f' {self.config}' if self.config else ''}: {self.reason}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """The chain of one node: candidates in the order they will be tried, and what was rejected."""
+
+    candidates: tuple[Candidate, ...]
+    rejections: tuple[Rejection, ...] = ()

@@ -1,0 +1,72 @@
+"""The chain of ``tcport::paged_attention``: tuned Triton, generic Triton, PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from tcport.device import DeviceProfile
+from tcport.ir import AttentionSpec, TileConfig
+from tcport.kernels.call import AttentionCall, Launcher
+from tcport.tiling import rank_tiles
+
+from .candidate import Candidate, Tier, Verdict
+from .registry import Answer, register_lowering
+
+Kernel = Callable[[AttentionCall, TileConfig, Launcher], tuple[Tensor, Tensor]]
+
+
+@register_lowering("paged_attention", name="triton_decode")
+def triton_decode(spec: AttentionSpec, profile: DeviceProfile) -> Answer:
+    """Split-KV decode: few query tokens per sequence, KV read once per group of query heads."""
+    if spec.form != "decode":
+        return Verdict.no("several query tokens per sequence: the prefill kernel takes them")
+    return _triton("triton_decode", spec, profile)
+
+
+@register_lowering("paged_attention", name="triton_prefill")
+def triton_prefill(spec: AttentionSpec, profile: DeviceProfile) -> Answer:
+    """Any mix of query lengths, packed by ``cu_seqlens_q``."""
+    if spec.form == "decode":
+        return Verdict.no("one query token per sequence: the decode kernel takes it")
+    return _triton("triton_prefill", spec, profile)
+
+
+@register_lowering("paged_attention", name="torch_attention")
+def torch_attention(spec: AttentionSpec, profile: DeviceProfile) -> Answer:
+    """Plain PyTorch operations, compiled by Inductor where the graph is compiled."""
+    from tcport.kernels import decomposition
+
+    return Candidate("torch_attention", "torch", lambda call, launch: decomposition.paged_attention(call))
+
+
+def _triton(name: str, spec: AttentionSpec, profile: DeviceProfile) -> Answer:
+    """The ranked tile of a Triton kernel, and behind it the smallest legal one as the generic link."""
+    if profile.vendor == "cpu":
+        return Verdict.no("Triton has no CPU target")
+    kernel = _load(name)
+    ranking = rank_tiles(spec, profile)
+    if not ranking.configs:
+        return Verdict.no("; ".join(reason for _, reason in ranking.rejected) or "no tile fits the device")
+    best, smallest = ranking.configs[0], min(ranking.configs, key=lambda c: (c.block_m * c.block_n, c.num_stages))
+    tiles: list[tuple[Tier, TileConfig]] = [("tuned", best)]
+    if smallest != best:
+        tiles.append(("generic", smallest))
+    return [Candidate(name, tier, _bind(kernel, tile), tile) for tier, tile in tiles]
+
+
+def _bind(kernel: Kernel, tile: TileConfig) -> Callable[[AttentionCall, Launcher], Any]:
+    return lambda call, launch: kernel(call, tile, launch)
+
+
+def _load(name: str) -> Kernel:
+    """Triton kernels are imported when a node first needs one: importing tcport must not need Triton."""
+    if name == "triton_decode":
+        from tcport.kernels.triton_decode import paged_decode
+
+        return paged_decode
+    from tcport.kernels.triton_prefill import paged_prefill
+
+    return paged_prefill

@@ -1,0 +1,101 @@
+"""From the tensors of a call to the facts that choose its kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import sympy
+import torch
+from torch import Tensor
+
+from tcport.ir import AttentionSpec, Dim, KVLayout
+from tcport.kernels.call import AttentionCall, WriteCall
+
+
+@dataclasses.dataclass(frozen=True)
+class WriteSpec:
+    """One cache write, reduced to the facts that choose a kernel and a tile."""
+
+    num_tokens: Dim
+    num_kv_heads: int
+    head_dim_qk: int
+    head_dim_v: int
+    source_dtype: str
+    kv_dtype: str
+    k_layout: KVLayout
+    v_layout: KVLayout
+    kv_scales: bool
+
+
+def attention_spec(call: AttentionCall) -> AttentionSpec:
+    """The spec of an attention call on real or fake tensors; symbolic sizes stay symbolic."""
+    k, v = call.k_cache, call.v_cache
+    return AttentionSpec(
+        form="decode" if call.cu_seqlens_q is None else "varlen",
+        num_seqs=dim(call.block_table.shape[0]),
+        num_tokens=dim(call.query.shape[0]),
+        max_context=dim(call.block_table.shape[1]) * dim(k.shape[1]),
+        num_q_heads=int(call.query.shape[1]),
+        num_kv_heads=int(k.shape[2]),
+        head_dim_qk=int(k.shape[3]),
+        head_dim_v=int(v.shape[3]),
+        query_dtype=dtype_name(call.query.dtype),
+        kv_dtype=dtype_name(k.dtype),
+        k_layout=kv_layout(k),
+        v_layout=kv_layout(v),
+        causal=call.causal,
+        window=call.window is not None,
+        chunk=call.chunk is not None,
+        softcap=call.softcap > 0,
+        alibi=call.alibi_slopes is not None,
+        sinks=call.sinks is not None,
+        mask=call.mask is not None,
+        kv_scales=call.k_scale is not None or call.v_scale is not None,
+        num_splits=call.num_splits,
+        batch_invariant=call.batch_invariant,
+        return_lse=call.return_lse,
+        v_is_view_of_k=_is_leading_view(v, k),
+    )
+
+
+def write_spec(call: WriteCall) -> WriteSpec:
+    """The spec of a cache write on real or fake tensors."""
+    return WriteSpec(
+        num_tokens=dim(call.slot_mapping.shape[0]),
+        num_kv_heads=int(call.k_cache.shape[2]),
+        head_dim_qk=int(call.k_cache.shape[3]),
+        head_dim_v=int(call.v_cache.shape[3]),
+        source_dtype=dtype_name(call.key.dtype),
+        kv_dtype=dtype_name(call.k_cache.dtype),
+        k_layout=kv_layout(call.k_cache),
+        v_layout=kv_layout(call.v_cache),
+        kv_scales=call.k_scale is not None or call.v_scale is not None,
+    )
+
+
+def kv_layout(cache: Tensor) -> KVLayout:
+    """Page size and strides of a cache of logical shape ``[pages, page, KV heads, dim]``."""
+    return KVLayout(int(cache.shape[1]), *(dim(stride) for stride in cache.stride()))
+
+
+def dim(size: int | torch.SymInt) -> Dim:
+    """A size as an int, or as the sympy expression behind a ``SymInt``."""
+    if isinstance(size, torch.SymInt):
+        expr = size.node.expr
+        return int(expr) if isinstance(expr, sympy.Integer) else expr
+    return int(size)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.bfloat16`` as ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _is_leading_view(v: Tensor, k: Tensor) -> bool:
+    """Whether V is the first ``Dv`` components of K (multi-head latent attention), so that K serves as both."""
+    return (
+        v.dtype == k.dtype
+        and v.stride() == k.stride()
+        and v.storage_offset() == k.storage_offset()
+        and v.untyped_storage()._cdata == k.untyped_storage()._cdata
+    )
