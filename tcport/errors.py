@@ -66,3 +66,7 @@ class KernelLaunchError(TcportError, RuntimeError):
 
 class NoCandidateError(TcportError, RuntimeError):
     """Every candidate kernel refused a node and fallbacks were forbidden."""
+
+
+class NoTileError(OutOfResourcesError):
+    """No tile of the kernel fits the device; the chain steps to the next kernel."""

@@ -1,0 +1,120 @@
+"""Which profile holds for a device: the caller's, the environment's, or what the sources read."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from tcport.device import cpu_source, torch_source
+from tcport.device.facts import merge
+from tcport.device.profile import DeviceProfile, Vendor
+from tcport.errors import ArgumentError
+
+ENVIRONMENT_VARIABLE = "TCPORT_DEVICE_PROFILE"
+
+_scoped: contextvars.ContextVar[DeviceProfile | None] = contextvars.ContextVar("tcport_device_profile", default=None)
+_chosen: dict[str, DeviceProfile] = {}
+
+
+def device_profile(device: torch.device | str | int | None = None) -> DeviceProfile:
+    """The profile of a device: an override if one holds for its type, else facts read once and cached.
+
+    Overrides, first wins: :func:`override_profile`, :func:`set_profile`, the environment variable
+    ``TCPORT_DEVICE_PROFILE`` (a file path or a catalogue name). An override speaks for devices of its own type only:
+    an H200 profile does not describe the CPU.
+
+    Args:
+        device: any torch device, or an index of the default accelerator. None: the override if there is one, else the
+            current accelerator, else the CPU.
+    """
+    if device is None:
+        override = _override(None)
+        return override if override is not None else _read(_default_device())
+    device = torch.device(device)
+    if device.index is None and device.type != "cpu":
+        device = torch.device(device.type, _current_index(device.type))
+    override = _override(device.type)
+    return override if override is not None else _read(device)
+
+
+@contextlib.contextmanager
+def override_profile(profile: DeviceProfile | str) -> Iterator[DeviceProfile]:
+    """Within the block (of this thread or task) ``profile`` describes every device of its type."""
+    profile = load_profile(profile) if isinstance(profile, str) else profile
+    token = _scoped.set(profile)
+    try:
+        yield profile
+    finally:
+        _scoped.reset(token)
+
+
+def set_profile(profile: DeviceProfile | str | None, device_type: str = "cuda") -> None:
+    """Lets ``profile`` describe every device of its type in this process; None takes that back for ``device_type``."""
+    if profile is None:
+        _chosen.pop(device_type, None)
+        return
+    profile = load_profile(profile) if isinstance(profile, str) else profile
+    _chosen[profile.device_type] = profile
+
+
+def refresh() -> None:
+    """Forgets what was read, so that the next :func:`device_profile` asks the sources again."""
+    _read.cache_clear()
+    load_profile.cache_clear()
+
+
+@functools.cache
+def load_profile(name_or_path: str) -> DeviceProfile:
+    """A profile from a ``.json``/``.toml`` file."""
+    if Path(name_or_path).suffix in (".json", ".toml"):
+        return DeviceProfile.from_file(name_or_path)
+    raise ArgumentError(f"The device profile {name_or_path!r} is unknown.", "Give the path of a .json or .toml file.")
+
+
+def _override(device_type: str | None) -> DeviceProfile | None:
+    scoped = _scoped.get()
+    if scoped is not None and device_type in (None, scoped.device_type):
+        return scoped
+    if device_type is None and _chosen:
+        return next(iter(_chosen.values()))
+    if device_type in _chosen:
+        return _chosen[device_type]
+    named = os.environ.get(ENVIRONMENT_VARIABLE)
+    if named:
+        profile = load_profile(named)
+        if device_type in (None, profile.device_type):
+            return profile
+    return None
+
+
+@functools.cache
+def _read(device: torch.device) -> DeviceProfile:
+    if device.type == "cpu":
+        return merge("cpu", "cpu", [cpu_source.read()])
+    return merge(_vendor(device.type), device.type, [torch_source.read(device)])
+
+
+def _vendor(device_type: str) -> Vendor:
+    if device_type == "xpu":
+        return "intel"
+    if device_type == "cuda":
+        return "amd" if torch.version.hip else "nvidia" if torch.version.cuda else "unknown"
+    return "unknown"
+
+
+def _default_device() -> torch.device:
+    for kind in ("cuda", "xpu"):
+        if getattr(torch, kind).is_available():
+            return torch.device(kind, _current_index(kind))
+    return torch.device("cpu")
+
+
+def _current_index(kind: str) -> int:
+    module = getattr(torch, kind, None)
+    return module.current_device() if module is not None and module.is_available() else 0
