@@ -7,7 +7,7 @@ import sympy
 
 from tcport.device import DeviceProfile
 from tcport.errors import ArgumentError, NoTileError
-from tcport.ir import AttentionSpec, KVLayout
+from tcport.ir import BATCH, AttentionSpec, KVLayout
 from tcport.tiling import rank_tiles
 
 H200 = DeviceProfile(
@@ -40,8 +40,8 @@ def test_full_batch_is_not_split_and_single_sequence_is():
 def test_splits_stay_an_expression_in_the_batch():
     batch = sympy.Symbol("s0", positive=True, integer=True)
     config = rank_tiles(decode_spec(num_seqs=batch, num_tokens=batch), H200).configs[0]
-    assert config.num_splits.free_symbols == {batch}
-    assert [config.num_splits.subs(batch, b) for b in (1, 4, 64, 4096)] == [32, 8, 1, 1]
+    assert config.num_splits.free_symbols == {BATCH}
+    assert [config.splits(b) for b in (1, 4, 64, 4096)] == [32, 8, 1, 1]
 
 
 def test_a_device_too_small_for_any_tile_gets_the_typed_refusal():

@@ -9,10 +9,10 @@ import sympy
 
 from tcport.device.profile import DeviceProfile
 from tcport.errors import NoTileError
-from tcport.ir import AttentionSpec, Dim, TileConfig
+from tcport.ir import BATCH, AttentionSpec, CeilDiv, Dim, TileConfig
 from tcport.tiling.constraints import constraints, shared_bytes, values_of
 from tcport.tiling.limits import Limits, limits_of
-from tcport.tiling.problem import Problem, padded, problem_of
+from tcport.tiling.problem import Problem, is_symbolic, padded, problem_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,9 +81,12 @@ def _splits(spec: AttentionSpec, problem: Problem, limits: Limits, tile: TileCon
         return 1
     shared = shared_bytes().subs({s: values_of(tile, problem, limits)[s.name] for s in shared_bytes().free_symbols})
     resident = limits.compute_units * max(1, min(2, limits.shared_per_unit // int(shared)))
-    batch = 8 if spec.batch_invariant else sympy.sympify(problem.num_seqs)
-    row_blocks = -(-problem.rows // tile.block_m)
-    wanted = sympy.floor(sympy.Integer(resident) / (batch * problem.num_kv_heads * row_blocks))
-    tiles = 64 if spec.batch_invariant else sympy.ceiling(sympy.sympify(problem.max_context) / (4 * tile.block_n))
-    splits = sympy.Max(1, sympy.Min(wanted, tiles, 128))
-    return int(splits) if splits.is_number else splits
+    per_sequence = problem.num_kv_heads * -(-problem.rows // tile.block_m)
+    cap = 128 if is_symbolic(problem.max_context) else min(128, -(-int(problem.max_context) // (4 * tile.block_n)))
+    if spec.batch_invariant:
+        return max(1, min(resident // (8 * per_sequence), 16))
+    if not is_symbolic(problem.num_seqs):
+        return max(1, min(resident // (max(1, int(problem.num_seqs)) * per_sequence), cap))
+    # floor(a / b), said with the ceiling that a traced batch size knows how to evaluate.
+    whole = CeilDiv(resident + 1 - per_sequence * BATCH, per_sequence * BATCH)
+    return sympy.Max(1, sympy.Min(cap, whole)) if cap > 1 else 1
