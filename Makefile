@@ -1,0 +1,39 @@
+# Every target works on a fresh checkout: it needs Python >= 3.10 and, for what is not installed yet, a package index.
+#
+#   make demo          set up, then run examples/generate.py on the GPU, or on the CPU where there is none
+#   make test          set up, then run every test that needs no GPU
+#   make gpu-test      set up, then run the tests that need a CUDA GPU
+#   make lint          set up, then ruff and pyright
+#   make setup         the environment alone
+#
+# PYTHON=python3.12 chooses the interpreter. Where it already has torch >= 2.11, that torch is used and left alone;
+# elsewhere the versions of constraints.txt are installed. VENV=path puts the environment elsewhere.
+
+PYTHON ?= python3
+VENV ?= .venv
+PY := $(VENV)/bin/python
+
+.PHONY: setup demo test gpu-test lint clean
+
+setup: $(VENV)/ready
+
+$(VENV)/ready: pyproject.toml constraints.txt .ci/setup.py
+	$(PYTHON) .ci/setup.py $(VENV)
+	touch $@
+
+demo: setup
+	$(PY) examples/generate.py $(ARGS)
+
+test: setup
+	$(PY) -m pytest -m "not gpu" $(ARGS)
+
+gpu-test: setup
+	$(PY) -m pytest -m gpu $(ARGS)
+
+lint: setup
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m pyright --pythonpath $(PY)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

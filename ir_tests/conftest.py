@@ -1,0 +1,50 @@
+"""What every test runs under: no GPU test without a GPU, empty compile caches, fixed seeds and examples."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+
+CACHE_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+
+hypothesis.settings.register_profile("dev", deadline=None)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Point Inductor and Triton at caches of this session, before either is imported.
+
+    An artefact left by another checkout would make a test pass that should compile and fail.
+    """
+    hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
+    root = Path(tempfile.mkdtemp(prefix="tcport-tests-"))
+    for name in CACHE_VARIABLES:
+        os.environ[name] = str(root / name.lower())
+    config.add_cleanup(lambda: shutil.rmtree(root, ignore_errors=True))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect what needs a CUDA GPU on a machine that has none."""
+    if torch.cuda.is_available():
+        return
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu_items:
+        config.hook.pytest_deselected(items=gpu_items)
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
+@pytest.fixture(autouse=True)
+def _seeded_and_uncompiled() -> Iterator[None]:
+    """The same random tensors in every run, and no compiled function left over for the next test."""
+    torch.manual_seed(0)
+    yield
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
