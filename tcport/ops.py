@@ -1,0 +1,277 @@
+"""The operators ``tcport::paged_attention``, ``kv_write`` and ``merge_states``, and the functions users call.
+
+This module owns what the dispatcher must know about an operator whatever carries it out: schema, fake, autocast and
+autograd rules. The implementations are bound in :mod:`tcport.eager`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tcport import checks
+from tcport.errors import TcportError
+from tcport.inference_only import define_refusal, forbid_backward
+from tcport.kernels import reference
+
+LIBRARY = torch.library.Library("tcport", "DEF")
+
+# flexible_layout: the kernels follow whatever strides they get, so Inductor must never copy an input (a cache least of
+# all) to give it others.
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
+
+_AUTOCAST_DEVICES = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "xpu": "AutocastXPU"}
+
+
+def paged_attention(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | float | None = None,
+    v_scale: Tensor | float | None = None,
+    mask: Tensor | None = None,
+    chunk: int | None = None,
+    num_splits: int | None = None,
+    batch_invariant: bool = False,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of packed query tokens over a paged KV cache.
+
+    Queries are aligned to the end of their sequence: the last token of a sequence has position ``seq_len - 1``, and
+    its key is already in the cache. All visibility conditions given hold at once. A token that sees no key gets zeros.
+    Cache bytes at positions past a length and table entries past it influence nothing, whatever they hold.
+
+    Args:
+        query: ``[T, Hq, Dqk]``, the tokens of all sequences, packed; fp16, bf16, fp32 or fp64; any strides.
+        k_cache: ``[pages, page, Hkv, Dqk]`` in the query's dtype, fp8 or int8. Any strides: a head-major, interleaved
+            or packed cache is a view of this shape. ``Hq`` must be a multiple of ``Hkv``.
+        v_cache: ``[pages, page, Hkv, Dv]``, likewise; may be a view of ``k_cache`` (MLA).
+        block_table: ``[B, M]`` int32 or int64, the page ids of each sequence in order.
+        seq_lens: ``[B]`` int32 or int64, keys per sequence, the query tokens' own included; 0 is allowed.
+        cu_seqlens_q: ``[B + 1]`` int32 or int64: tokens ``cu[b]:cu[b + 1]`` belong to sequence b. None: one token per
+            sequence, T == B.
+        scale: factor of the logits; None: ``Dqk ** -0.5``.
+        causal: a token sees no later position.
+        window: a token sees positions ``> query position - window``: with ``causal``, ``window`` keys counting its own.
+        softcap: ``c > 0`` turns a scaled logit x into ``c * tanh(x / c)``, before ALiBi and masking.
+        alibi_slopes: ``[Hq]``; adds ``slope * (key position - query position)`` to the logit.
+        sinks: ``[Hq]`` logits that enter the denominator once, neither scaled nor capped.
+        k_scale, v_scale: a number, ``[]`` or ``[1]`` (whole cache), ``[Hkv]``, or ``[pages, page, Hkv]``: a stored
+            element times its scale is the value. An int8 cache must have both.
+        mask: bool ``[T, K]``, True where key position j of the token's own sequence is visible; beyond K none is.
+        chunk: a token sees only positions of its own chunk of ``chunk`` positions.
+        num_splits: number of parts the keys are split into; None: chosen. Results agree up to rounding.
+        batch_invariant: a token's result does not depend, to the bit, on what else is in the batch.
+        return_lse: also return the natural logarithm of the softmax denominator, sink included.
+        out: contiguous or strided ``[T, Hq, Dv]`` in the query's dtype, written and returned.
+
+    Returns:
+        ``out [T, Hq, Dv]`` in the query's dtype, contiguous unless ``out`` was given; with ``return_lse`` the pair
+        ``(out, lse [T, Hq] fp32)``. LSE is -inf where a token sees no key (the sink's logit, if there is a sink).
+
+    Raises:
+        ShapeError, HeadRatioError, DtypeError, DeviceMismatchError, ArgumentError: see
+            :func:`tcport.checks.check_paged_attention`.
+        UnsupportedFeatureError: when a gradient is asked for through the result.
+    """
+    if out is not None:
+        checks.check_out(out, query, v_cache)
+    result, lse = torch.ops.tcport.paged_attention.default(
+        query,
+        k_cache,
+        v_cache,
+        block_table,
+        seq_lens,
+        cu_seqlens_q,
+        scale=scale,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        k_scale=_scale_tensor(k_scale, query),
+        v_scale=_scale_tensor(v_scale, query),
+        mask=mask,
+        chunk=chunk,
+        num_splits=num_splits,
+        batch_invariant=batch_invariant,
+        return_lse=return_lse,
+    )
+    if out is not None:
+        result = out.copy_(result)
+    return (result, lse) if return_lse else result
+
+
+def kv_write(
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    k_scale: Tensor | float | None = None,
+    v_scale: Tensor | float | None = None,
+) -> None:
+    """Write the keys and values of new tokens into their cache slots, in place.
+
+    Slot ``s`` is position ``s % page`` of page ``s // page``. Tokens whose slot is negative or past the cache, and
+    tokens past the end of ``slot_mapping``, are not written. Where two tokens name one slot, it is not specified which
+    of them it holds. The stored values carry no gradient.
+
+    Args:
+        key: ``[T, Hkv, Dqk]``, any float dtype, any strides.
+        value: ``[T, Hkv, Dv]``, likewise.
+        k_cache, v_cache: as in :func:`paged_attention`.
+        slot_mapping: ``[S]`` int32 or int64, S <= T.
+        k_scale, v_scale: as in :func:`paged_attention`. What is stored is ``x / scale``, rounded to the cache's dtype
+            (int8: to nearest even; fp8 and int8 saturate).
+
+    Raises:
+        ShapeError, DtypeError, DeviceMismatchError, ArgumentError: see :func:`tcport.checks.check_kv_write`.
+    """
+    torch.ops.tcport.kv_write.default(
+        key,
+        value,
+        k_cache,
+        v_cache,
+        slot_mapping,
+        k_scale=_scale_tensor(k_scale, key),
+        v_scale=_scale_tensor(v_scale, key),
+    )
+
+
+def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over the union of two disjoint sets of keys, from the results over each.
+
+    Args:
+        out_a, out_b: ``[T, Hq, D]``, one dtype.
+        lse_a, lse_b: ``[T, Hq]`` fp32 or fp64, as ``paged_attention(..., return_lse=True)`` gives them; at most one
+            of the two may include a sink. A part that is -inf contributes nothing, whatever its ``out`` holds.
+
+    Returns:
+        ``out [T, Hq, D]`` in the dtype of ``out_a`` and ``lse [T, Hq]`` in the dtype of ``lse_a``.
+
+    Raises:
+        ShapeError, DtypeError, DeviceMismatchError: see :func:`tcport.checks.check_merge_states`.
+    """
+    return torch.ops.tcport.merge_states.default(out_a, lse_a, out_b, lse_b)
+
+
+def postpone_refusals(when: Callable[[], bool]) -> None:
+    """Set the condition under which a fake answers an invalid call with a plausible result instead of an error.
+
+    Dynamo wraps what a fake raises in an error of its own. While it traces for a backend that validates the calls of
+    its graph by itself, the fakes stay silent, and the caller gets the tcport error unwrapped.
+    """
+    global _postponed
+    _postponed = when
+
+
+def _never() -> bool:
+    return False
+
+
+_postponed: Callable[[], bool] = _never
+
+
+def _scale_tensor(scale: Tensor | float | None, like: Tensor) -> Tensor | None:
+    """A number becomes a tensor before it reaches the graph, where each new number would be a new graph.
+
+    A product, because torch.compile lifts a changing float out of a product; ``torch.full`` would fix its value.
+    """
+    if scale is None or isinstance(scale, Tensor):
+        return scale
+    return torch.ones((), dtype=torch.float32, device=like.device) * scale
+
+
+def _checked(check: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    try:
+        check(*args, **kwargs)
+    except TcportError:
+        if not _postponed():
+            raise
+
+
+def _define(name: str, arguments: str, fake: Callable[..., Any]) -> None:
+    LIBRARY.define(f"{name}{arguments}", tags=_TAGS)
+    torch.library.register_fake(f"tcport::{name}", fake, lib=LIBRARY)
+
+
+def _fake_paged_attention(query: Tensor, k_cache: Tensor, v_cache: Tensor, *args: Any, **options: Any) -> Any:
+    _checked(checks.check_paged_attention, query, k_cache, v_cache, *args, **options)
+    lse_shape = query.shape[:-1] if options.get("return_lse", False) else (0,)
+    out = query.new_empty((*query.shape[:-1], *v_cache.shape[-1:]))
+    return out, query.new_empty(lse_shape, dtype=torch.float32)
+
+
+def _fake_kv_write(*args: Any, **options: Any) -> None:
+    _checked(checks.check_kv_write, *args, **options)
+
+
+def _fake_merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    _checked(checks.check_merge_states, out_a, lse_a, out_b, lse_b)
+    return out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)
+
+
+def _merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    checks.check_merge_states(out_a, lse_a, out_b, lse_b)
+    return reference.merge_states(out_a, lse_a, out_b, lse_b)
+
+
+def _autocast_kernel(device_type: str) -> Callable[..., Any]:
+    """Query and cache meet in one dtype: the cache's own, since a cache is never converted.
+
+    A quantised cache has no such dtype; there the query takes autocast's, as in torch's own attention.
+    """
+
+    def kernel(query: Tensor, k_cache: Tensor, *args: Any, **options: Any) -> Any:
+        with torch.autocast(device_type, enabled=False):
+            if query.dtype in (torch.float16, torch.bfloat16, torch.float32):
+                query = query.to(target(k_cache))
+            return torch.ops.tcport.paged_attention.default(query, k_cache, *args, **options)
+
+    def target(k_cache: Tensor) -> torch.dtype:
+        return k_cache.dtype if k_cache.dtype in checks.FLOAT_DTYPES else torch.get_autocast_dtype(device_type)
+
+    return kernel
+
+
+_define(
+    "paged_attention",
+    "(Tensor query, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, Tensor? cu_seqlens_q=None, *, "
+    "float? scale=None, bool causal=True, int? window=None, float softcap=0.0, Tensor? alibi_slopes=None, "
+    "Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? mask=None, int? chunk=None, "
+    "int? num_splits=None, bool batch_invariant=False, bool return_lse=False) -> (Tensor out, Tensor lse)",
+    _fake_paged_attention,
+)
+_define(
+    "kv_write",
+    "(Tensor key, Tensor value, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, *, "
+    "Tensor? k_scale=None, Tensor? v_scale=None) -> ()",
+    _fake_kv_write,
+)
+_define(
+    "merge_states", "(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)", _fake_merge_states
+)
+LIBRARY.impl("merge_states", _merge_states, "CompositeExplicitAutograd")
+# What kv_write stores carries no gradient, and it takes keys and values of any float dtype: nothing to do in either.
+LIBRARY.impl("kv_write", torch.library.fallthrough_kernel, "Autograd")
+for _device_type, _key in _AUTOCAST_DEVICES.items():
+    LIBRARY.impl("paged_attention", _autocast_kernel(_device_type), _key)
+define_refusal(LIBRARY, _TAGS)
+forbid_backward(LIBRARY, "paged_attention")
+forbid_backward(LIBRARY, "merge_states")
