@@ -11,9 +11,8 @@ from pathlib import Path
 
 import torch
 
-from tcport.device import cpu_source, torch_source
-from tcport.device.facts import merge
-from tcport.device.profile import DeviceProfile, Vendor
+from tcport.device.profile import DeviceProfile
+from tcport.device.sources import read_profile
 from tcport.errors import ArgumentError
 
 ENVIRONMENT_VARIABLE = "TCPORT_DEVICE_PROFILE"
@@ -95,17 +94,7 @@ def _override(device_type: str | None) -> DeviceProfile | None:
 
 @functools.cache
 def _read(device: torch.device) -> DeviceProfile:
-    if device.type == "cpu":
-        return merge("cpu", "cpu", [cpu_source.read()])
-    return merge(_vendor(device.type), device.type, [torch_source.read(device)])
-
-
-def _vendor(device_type: str) -> Vendor:
-    if device_type == "xpu":
-        return "intel"
-    if device_type == "cuda":
-        return "amd" if torch.version.hip else "nvidia" if torch.version.cuda else "unknown"
-    return "unknown"
+    return read_profile(device)
 
 
 def _default_device() -> torch.device:

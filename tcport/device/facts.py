@@ -26,6 +26,10 @@ class Report:
     flags: Mapping[str, bool] = dataclasses.field(default_factory=dict)
 
 
+class SourceError(Exception):
+    """A source cannot answer at all; the text is the reason every one of its facts is unknown. Never leaves L0."""
+
+
 def merge(vendor: Vendor, device_type: str, reports: Sequence[Report]) -> DeviceProfile:
     """One profile out of reports in order of trust: the first source that knows a fact wins.
 

@@ -36,6 +36,7 @@ class DeviceProfile:
         basic_mode: None, or the reason why hardware-specific kernels are switched off.
         unknown: fact name -> why it is unknown, for every fact that is None.
         source: fact name -> what reported it.
+        notes: what the environment does to this device (masks, overrides), one sentence each.
     """
 
     vendor: Vendor = "unknown"
@@ -67,6 +68,7 @@ class DeviceProfile:
     basic_mode: str | None = None
     unknown: Mapping[str, str] = dataclasses.field(default_factory=dict)
     source: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         reasons = {f: self.unknown.get(f) or "no source reported it" for f in FACTS if getattr(self, f) is None}
@@ -94,7 +96,8 @@ class DeviceProfile:
     def to_dict(self) -> dict[str, Any]:
         """Plain data without the unknown facts' ``None``; ``from_dict`` takes it back."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {k: dict(v) if isinstance(v, Mapping) else v for k, v in fields.items() if v is not None}
+        plain = {k: dict(v) if isinstance(v, Mapping) else v for k, v in fields.items() if v is not None}
+        return {**plain, "notes": list(self.notes)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> DeviceProfile:
@@ -143,11 +146,11 @@ class DeviceProfile:
 
 
 _MAPPINGS = ("flags", "unknown", "source")
-_IDENTITY = frozenset({"pci_bus_id", "uuid", "unknown", "source"})
+_IDENTITY = frozenset({"pci_bus_id", "uuid", "unknown", "source", "notes"})
 _ALL_FIELDS = {f.name: str(f.type) for f in dataclasses.fields(DeviceProfile)}
 
 FACTS: tuple[str, ...] = tuple(
-    name for name in _ALL_FIELDS if name not in (*_MAPPINGS, "vendor", "device_type", "basic_mode")
+    name for name in _ALL_FIELDS if name not in (*_MAPPINGS, "vendor", "device_type", "basic_mode", "notes")
 )
 """The names of the facts that may be unknown."""
 
@@ -160,6 +163,9 @@ def _checked(name: str, value: Any) -> Any:
     declared = _ALL_FIELDS[name]
     if name in _MAPPINGS:
         ok, wanted = isinstance(value, Mapping), "a table"
+    elif name == "notes":
+        ok, wanted = isinstance(value, list | tuple), "a list of sentences"
+        value = tuple(value) if ok else value
     elif declared.startswith("int"):
         ok, wanted = isinstance(value, int) and not isinstance(value, bool) and value > 0, "a positive integer"
     elif declared.startswith("float"):

@@ -46,7 +46,8 @@ def _cuda(props: Any) -> dict[str, Any]:
         "shared_per_unit": getattr(props, "shared_memory_per_multiprocessor", None),
         "l2_bytes": getattr(props, "L2_cache_size", None),
         "memory_bytes": props.total_memory,
-        "memory_bandwidth": _bandwidth(props),
+        # Two transfers per clock holds for NVIDIA only; AMD's clocks stand for two, four or sixteen.
+        "memory_bandwidth": None if is_amd else _bandwidth(props),
         "clock_hz": _hertz(getattr(props, "clock_rate", None)),
     }
 
@@ -66,7 +67,7 @@ def _xpu(props: Any) -> dict[str, Any]:
         "shared_per_cta_optin": getattr(props, "local_mem_size", None),
         "l2_bytes": getattr(props, "last_level_cache_size", None),
         "memory_bytes": props.total_memory,
-        "memory_bandwidth": None,
+        "mma_atom": "dpas" if getattr(props, "has_subgroup_matrix_multiply_accumulate", False) else None,
     }
 
 
