@@ -1,5 +1,6 @@
 """Device facts: what is in the room, what is in the catalogue, and what the caller says."""
 
+from tcport.device.catalog import catalogue, catalogue_profile
 from tcport.device.current import device_profile, load_profile, override_profile, refresh, set_profile
 from tcport.device.profile import FACTS, DeviceProfile, Vendor
 
@@ -7,6 +8,8 @@ __all__ = [
     "FACTS",
     "DeviceProfile",
     "Vendor",
+    "catalogue",
+    "catalogue_profile",
     "device_profile",
     "load_profile",
     "override_profile",

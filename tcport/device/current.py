@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
+from tcport.device.catalog import catalogue_profile
 from tcport.device.profile import DeviceProfile
 from tcport.device.sources import read_profile
-from tcport.errors import ArgumentError
 
 ENVIRONMENT_VARIABLE = "TCPORT_DEVICE_PROFILE"
 
@@ -70,10 +70,14 @@ def refresh() -> None:
 
 @functools.cache
 def load_profile(name_or_path: str) -> DeviceProfile:
-    """A profile from a ``.json``/``.toml`` file."""
+    """A profile from a ``.json``/``.toml`` file or from the catalogue.
+
+    Raises:
+        ArgumentError: when the file cannot be read or the catalogue has no such device.
+    """
     if Path(name_or_path).suffix in (".json", ".toml"):
         return DeviceProfile.from_file(name_or_path)
-    raise ArgumentError(f"The device profile {name_or_path!r} is unknown.", "Give the path of a .json or .toml file.")
+    return catalogue_profile(name_or_path)
 
 
 def _override(device_type: str | None) -> DeviceProfile | None:

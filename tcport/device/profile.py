@@ -124,7 +124,7 @@ class DeviceProfile:
 
     @classmethod
     def from_toml(cls, text: str) -> DeviceProfile:
-        return cls.from_dict(_parsed(_toml_loads, text, "TOML"))
+        return cls.from_dict(_parsed(toml_loads, text, "TOML"))
 
     @classmethod
     def from_file(cls, path: str | Path) -> DeviceProfile:
@@ -192,7 +192,8 @@ def _parsed(loads: Any, text: str, kind: str) -> dict[str, Any]:
     return data
 
 
-def _toml_loads(text: str) -> dict[str, Any]:
+def toml_loads(text: str) -> dict[str, Any]:
+    """Parses TOML with what this Python has: the standard library from 3.11 on."""
     try:
         import tomllib
     except ModuleNotFoundError:  # Python 3.10
