@@ -73,3 +73,18 @@ class WriteCall:
     def of(cls, *args: Tensor, **options: Any) -> WriteCall:
         """The call behind the operator's own arguments."""
         return cls(*args, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class MergeCall:
+    """The arguments of ``tcport::merge_states``; shapes and meanings in :mod:`tcport.kernels.reference`."""
+
+    out_a: Tensor
+    lse_a: Tensor
+    out_b: Tensor
+    lse_b: Tensor
+
+    @classmethod
+    def of(cls, *args: Tensor) -> MergeCall:
+        """The call behind the operator's own arguments."""
+        return cls(*args)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tcport.ir import AttentionSpec, Dim, KVLayout
-from tcport.kernels.call import AttentionCall, WriteCall
+from tcport.kernels.call import AttentionCall, MergeCall, WriteCall
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +25,16 @@ class WriteSpec:
     k_layout: KVLayout
     v_layout: KVLayout
     kv_scales: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class MergeSpec:
+    """One merge of two attention states."""
+
+    num_tokens: Dim
+    num_heads: int
+    head_dim: int
+    dtype: str
 
 
 def attention_spec(call: AttentionCall) -> AttentionSpec:
@@ -71,6 +81,12 @@ def write_spec(call: WriteCall) -> WriteSpec:
         v_layout=kv_layout(call.v_cache),
         kv_scales=call.k_scale is not None or call.v_scale is not None,
     )
+
+
+def merge_spec(call: MergeCall) -> MergeSpec:
+    """The spec of a merge on real or fake tensors."""
+    tokens, heads, head_dim = call.out_a.shape
+    return MergeSpec(dim(tokens), int(heads), int(head_dim), dtype_name(call.out_a.dtype))
 
 
 def kv_layout(cache: Tensor) -> KVLayout:

@@ -70,3 +70,15 @@ class NoCandidateError(TcportError, RuntimeError):
 
 class NoTileError(OutOfResourcesError):
     """No tile of the kernel fits the device; the chain steps to the next kernel."""
+
+
+class PassError(TcportError, RuntimeError):
+    """A graph pass raised, or left a graph that breaks a rule."""
+
+
+class PassRegistrationError(TcportError, ValueError):
+    """A pass cannot be registered or unregistered as asked."""
+
+
+class PassOrderError(TcportError, ValueError):
+    """The declared order of passes names an unknown pass or is a cycle."""

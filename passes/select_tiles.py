@@ -1,0 +1,31 @@
+"""select_tiles: choose the chain of kernels and tiles for every node of a tcport operator.
+
+Rules:
+    1. A node that calls a tcport operator gets ``meta["tcport"]``, a :class:`~tcport.lowering.operators.NodeChoice`:
+       its spec and the kernels that take it, best first. A pass that runs ``after=("select_tiles",)`` may replace it.
+    2. Nothing else changes.
+
+A mutating operator is still wrapped for functionalisation at this stage; its choice is made when it is lowered.
+
+Requires: nodes carry ``meta["val"]``. Ensures: nodes of functional tcport operators carry ``meta["tcport"]``.
+"""
+
+from __future__ import annotations
+
+import torch.fx
+
+from tcport.graph_pass import PassContext, register_pass
+from tcport.lowering.operators import call_of_node, choose, device_of, operator_of
+
+
+@register_pass(name="select_tiles")
+def select_tiles(graph: torch.fx.Graph, ctx: PassContext) -> int:
+    """Annotate the nodes of tcport's operators; returns how many there were."""
+    matches = 0
+    for node in graph.nodes:
+        operator = operator_of(node)
+        if operator is not None:
+            call = call_of_node(operator, node)
+            node.meta["tcport"] = choose(operator, call, ctx.profile(device_of(call)), ctx.options.kernel)
+            matches += 1
+    return matches

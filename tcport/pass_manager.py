@@ -1,0 +1,93 @@
+"""Runs graph passes in the order their declarations ask for, and checks the graph after each."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+import networkx as nx
+import torch.fx
+
+from .errors import OptionError, PassError, PassOrderError, TcportError
+from .graph_pass import GraphPass, PassContext, Stage, registered_passes
+from .options import Options
+from .report import PassReport
+
+
+def run_passes(graph: torch.fx.Graph, passes: Iterable[GraphPass], ctx: PassContext) -> list[PassReport]:
+    """Run passes one after the other; the graph is linted after each.
+
+    Raises:
+        PassError: a pass raised, returned something other than a count, or left a broken graph; names the pass.
+    """
+    reports = []
+    for graph_pass in passes:
+        try:
+            matches = graph_pass.run(graph, ctx)
+        except TcportError:
+            raise
+        except Exception as error:
+            raise PassError(
+                f"Pass {graph_pass.name!r} raised {type(error).__name__}: {error}.",
+                f"Mend the pass, or leave it out with options={{'disable_passes': [{graph_pass.name!r}]}}.",
+            ) from error
+        if not isinstance(matches, int):
+            raise PassError(
+                f"Pass {graph_pass.name!r} returned {matches!r}.", "Return the number of matches, 0 if there were none."
+            )
+        try:
+            graph.lint()
+        except (RuntimeError, AssertionError, ValueError) as error:
+            raise PassError(
+                f"Pass {graph_pass.name!r} left a graph that is not well formed: {error}.",
+                "Erase a node only when it has no users, and insert new nodes before their first user.",
+            ) from error
+        reports.append(PassReport(graph_pass.name, matches))
+    return reports
+
+
+def active_passes(options: Options, stage: Stage) -> list[GraphPass]:
+    """The passes of one stage that run under these options, in order.
+
+    Raises:
+        OptionError: an option names a pass that is not registered.
+        PassOrderError: see :func:`ordered`.
+    """
+    known = registered_passes()
+    for name in (*(options.passes or ()), *options.disable_passes):
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=3)
+            hint = f"Did you mean {' or '.join(map(repr, close))}?" if close else f"Registered: {', '.join(known)}."
+            raise OptionError(f"The options name a pass {name!r} that is not registered.", hint)
+    chosen = [p for p in known.values() if options.passes is None or p.name in options.passes]
+    chosen = [p for p in ordered(chosen, known) if p.name not in options.disable_passes]
+    return [p for p in chosen if p.stage == stage]
+
+
+def ordered(passes: Iterable[GraphPass], known: Iterable[str]) -> list[GraphPass]:
+    """Passes in an order that satisfies every ``after`` and ``before``; ties keep the order of registration.
+
+    Raises:
+        PassOrderError: the declarations form a cycle, or name a pass that does not exist.
+    """
+    passes, known = list(passes), set(known)
+    by_name = {p.name: p for p in passes}
+    dag = nx.DiGraph()
+    dag.add_nodes_from(by_name)
+    for p in passes:
+        for other in (*p.after, *p.before):
+            if other not in known:
+                close = difflib.get_close_matches(other, known, n=1)
+                hint = f"Did you mean {close[0]!r}?" if close else f"Registered: {', '.join(sorted(known))}."
+                raise PassOrderError(f"Pass {p.name!r} is ordered against an unknown pass {other!r}.", hint)
+        dag.add_edges_from((other, p.name) for other in p.after if other in by_name)
+        dag.add_edges_from((p.name, other) for other in p.before if other in by_name)
+    rank = {p.name: number for number, p in enumerate(passes)}
+    try:
+        return [by_name[name] for name in nx.lexicographical_topological_sort(dag, key=rank.__getitem__)]
+    except nx.NetworkXUnfeasible:
+        cycle = [edge[0] for edge in nx.find_cycle(dag)]
+        raise PassOrderError(
+            f"The order of the passes {' -> '.join([*cycle, cycle[0]])} is a cycle.",
+            "Drop one of their 'after' or 'before' declarations.",
+        ) from None
