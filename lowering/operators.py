@@ -31,6 +31,10 @@ class Operator:
     call: Callable[..., Any]
     spec: Callable[[Any], Any]
 
+    def caches(self, call: Any) -> list[torch.Tensor]:
+        """The KV caches a call reads or writes, which no generated code may copy."""
+        return [getattr(call, name) for name in ("k_cache", "v_cache") if hasattr(call, name)]
+
     @property
     def overload(self) -> Any:
         """``torch.ops.tcport.<name>.default``."""

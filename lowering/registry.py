@@ -10,6 +10,7 @@ from typing import Any
 
 from tcport.device import DeviceProfile
 from tcport.errors import NoCandidateError, OptionError
+from tcport.fingerprint import source_identity
 
 from .candidate import TIERS, Candidate, Rejection, Selection, Verdict
 
@@ -39,6 +40,11 @@ class Row:
         if missing:
             return Verdict.no(f"the device lacks {', '.join(missing)}")
         return Verdict(True)
+
+    def identity(self) -> str:
+        """What the cache key knows of the row."""
+        where = (self.op, self.name, self.vendor, self.arch, self.flags, self.priority)
+        return f"{where} {source_identity(self.lower)}"
 
 
 _ROWS: list[Row] = []

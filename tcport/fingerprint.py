@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib
+import inspect
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -43,6 +44,16 @@ def _sources() -> str:
             digest.update(f"{folder.name}/{path.relative_to(folder)}".encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def source_identity(function: Any) -> str:
+    """A digest of a function's source, or of its bytecode where it was defined without a source file."""
+    try:
+        text = inspect.getsource(function)
+    except (OSError, TypeError):
+        code = getattr(function, "__code__", None)
+        text = repr((code.co_code, code.co_consts, code.co_names)) if code else repr(function)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def triton_version() -> str:

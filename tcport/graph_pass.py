@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -13,6 +11,7 @@ import torch.fx
 
 from .device import DeviceProfile
 from .errors import PassRegistrationError
+from .fingerprint import source_identity
 from .options import Options
 
 Stage = Literal["functional", "dynamo"]
@@ -52,13 +51,8 @@ class GraphPass:
     params: Any = None
 
     def identity(self) -> str:
-        """A digest of the pass's source and parameters, for the cache key."""
-        try:
-            source = inspect.getsource(self.run)
-        except (OSError, TypeError):  # defined where no source file exists, such as a REPL
-            code = getattr(self.run, "__code__", None)
-            source = repr((code.co_code, code.co_consts, code.co_names)) if code else repr(self.run)
-        return hashlib.sha256(f"{self.name}\n{source}\n{self.params!r}".encode()).hexdigest()
+        """What the cache key knows of the pass: its name, source and parameters."""
+        return f"{self.name} {source_identity(self.run)} {self.params!r}"
 
 
 _PASSES: dict[str, GraphPass] = {}

@@ -1,0 +1,125 @@
+"""Graph passes: registration, order, and what is said about a broken pass."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.fx
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tcport.device import DeviceProfile
+from tcport.errors import OptionError, PassError, PassOrderError, PassRegistrationError
+from tcport.graph_pass import GraphPass, PassContext, register_pass, registered_pass, registered_passes
+from tcport.options import Options
+from tcport.pass_manager import active_passes, ordered, run_passes
+
+CONTEXT = PassContext(Options(), lambda device: DeviceProfile(vendor="cpu"))
+
+
+def nothing(graph: torch.fx.Graph, ctx: PassContext) -> int:
+    return 0
+
+
+def make(name: str, after: tuple[str, ...] = (), before: tuple[str, ...] = ()) -> GraphPass:
+    return GraphPass(name, nothing, after, before)
+
+
+def graph() -> torch.fx.Graph:
+    return torch.fx.symbolic_trace(lambda x: torch.relu(x) + 1).graph
+
+
+def names(passes: list[GraphPass]) -> list[str]:
+    return [p.name for p in passes]
+
+
+def test_order_follows_the_declarations_and_then_registration() -> None:
+    passes = [make("c", after=("b",)), make("a"), make("b", after=("a",)), make("d", before=("a",))]
+    assert names(ordered(passes, "abcd")) == ["d", "a", "b", "c"]
+
+
+@given(st.randoms(use_true_random=False), st.integers(1, 8))
+def test_any_acyclic_declaration_is_satisfied(rng: random.Random, count: int) -> None:
+    ids = [f"p{i}" for i in range(count)]
+    passes = [make(ids[i], after=tuple(ids[j] for j in range(i) if rng.random() < 0.4)) for i in range(count)]
+    shuffled = passes[:]
+    rng.shuffle(shuffled)
+    place = {name: at for at, name in enumerate(names(ordered(shuffled, ids)))}
+    assert len(place) == count
+    assert all(place[earlier] < place[p.name] for p in passes for earlier in p.after)
+
+
+def test_a_cycle_names_its_passes() -> None:
+    with pytest.raises(PassOrderError, match=r"a -> b -> a|b -> a -> b"):
+        ordered([make("a", after=("b",)), make("b", after=("a",))], "ab")
+
+
+def test_an_unknown_neighbour_is_named_with_a_close_match() -> None:
+    with pytest.raises(PassOrderError, match="unknown pass 'select_tile'.*Did you mean 'select_tiles'"):
+        ordered([make("mine", after=("select_tile",))], ["mine", "select_tiles"])
+
+
+def test_a_neighbour_that_does_not_run_does_not_matter() -> None:
+    assert names(ordered([make("mine", after=("other",))], ["mine", "other"])) == ["mine"]
+
+
+def test_options_choose_and_leave_out_passes() -> None:
+    with registered_pass(nothing, name="mine"), registered_pass(nothing, name="yours", before=("mine",)):
+        everything = names(active_passes(Options(), "functional"))
+        assert everything.index("yours") < everything.index("mine")
+        assert names(active_passes(Options(passes=("mine",)), "functional")) == ["mine"]
+        assert "mine" not in names(active_passes(Options(disable_passes=("mine",)), "functional"))
+        assert "mine" not in names(active_passes(Options(), "dynamo"))
+        with pytest.raises(OptionError, match="'mime'.*Did you mean 'mine'"):
+            active_passes(Options(disable_passes=("mime",)), "functional")
+    assert "mine" not in registered_passes()
+
+
+def test_a_name_is_registered_once() -> None:
+    with registered_pass(nothing, name="mine"), pytest.raises(PassRegistrationError, match="registered already"):
+        register_pass(name="mine")(nothing)
+
+
+def test_matches_are_counted_even_when_there_are_none() -> None:
+    def two(graph: torch.fx.Graph, ctx: PassContext) -> int:
+        return 2
+
+    reports = run_passes(graph(), [make("none"), GraphPass("two", two)], CONTEXT)
+    assert [(r.name, r.matches) for r in reports] == [("none", 0), ("two", 2)]
+
+
+def raises(graph: torch.fx.Graph, ctx: PassContext) -> int:
+    raise KeyError("val")
+
+
+def returns_nothing(graph: torch.fx.Graph, ctx: PassContext) -> int:
+    return None  # type: ignore[return-value]
+
+
+def breaks_the_graph(graph: torch.fx.Graph, ctx: PassContext) -> int:
+    add = next(n for n in graph.nodes if n.op == "call_function" and "add" in str(n.target))
+    relu = next(n for n in graph.nodes if "relu" in str(n.target))
+    add.append(relu)  # its user now comes first
+    return 1
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        (raises, "'bad' raised KeyError.*disable_passes"),
+        (returns_nothing, "'bad' returned None.*number of matches"),
+        (breaks_the_graph, "'bad' left a graph that is not well formed"),
+    ],
+)
+def test_a_broken_pass_is_named(run: object, said: str) -> None:
+    with pytest.raises(PassError, match=said):
+        run_passes(graph(), [GraphPass("bad", run)], CONTEXT)  # type: ignore[arg-type]
+
+
+def test_identity_changes_with_source_and_parameters() -> None:
+    same = GraphPass("p", nothing).identity()
+    assert same == GraphPass("p", nothing).identity()
+    assert same != GraphPass("p", raises).identity()
+    assert same != GraphPass("p", nothing, params=3).identity()

@@ -1,0 +1,246 @@
+"""Everything tcport needs from the private parts of torch. No other module may name them.
+
+Written for torch 2.11 up to the newest tested version; differences between versions are evened out here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+import torch.fx
+from torch._dynamo.exc import RestartAnalysis, ShortenTraceback, SkipFrame
+from torch._guards import TracingContext
+from torch._inductor import config, ir
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.graph import GraphLowering
+from torch._inductor.lowering import lowerings, process_subgraph_nodes, register_lowering
+from torch._inductor.virtualized import V
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+
+@dataclasses.dataclass(frozen=True)
+class Emission:
+    """How to lower one node.
+
+    Attributes:
+        run: the node's arguments to its results; traced, so it may use torch operations and wrapped Triton kernels.
+        exact_strides: the traced code reads strides, so each tensor must really have those of its fake tensor.
+    """
+
+    run: Callable[..., Any]
+    exact_strides: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Audit:
+    """What Inductor generated for a graph: the source, and buffers that are as large as a graph input."""
+
+    source: str
+    buffers: tuple[Buffer, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """A buffer the generated code allocates: its name, number of elements, dtype, and the graph nodes behind it."""
+
+    name: str
+    numel: sympy.Expr
+    dtype: torch.dtype
+    bytes: int | None
+    origins: tuple[torch.fx.Node, ...]
+
+
+def compile_graph(
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    patches: Mapping[str, Any],
+    pipeline: Callable[[torch.fx.Graph], None],
+    identity: str,
+    emitters: Mapping[Any, Callable[[torch.fx.Node], Emission]],
+    audit: Callable[[Audit], None],
+) -> Callable[..., Any]:
+    """Compile a Dynamo graph with Inductor; nothing that is installed for it outlives the call.
+
+    Args:
+        gm: the graph as Dynamo captured it. example_inputs: its fake inputs.
+        patches: Inductor config entries for this compile; the user's own custom pass is kept and runs last.
+        pipeline: run on the functional ATen graph.
+        identity: what stands for pipeline and emitters in Inductor's cache key.
+        emitters: by operator overload, what lowers a node of it.
+        audit: told about the generated code, when code is generated at all (a cache hit generates none).
+
+    Returns:
+        The compiled callable.
+    """
+    patches = dict(patches)
+    user_passes = _user_passes(patches)
+    patches["post_grad_custom_pre_pass"] = _Pipeline(pipeline, identity, user_passes)
+    with _installed(emitters, audit):
+        return compile_fx(gm, list(example_inputs), config_patches=patches)  # type: ignore[arg-type]
+
+
+def mode_patches(mode: str) -> dict[str, Any]:
+    """The Inductor config entries behind a ``torch.compile`` mode."""
+    return {} if mode == "default" else dict(torch._inductor.list_mode_options(mode))  # type: ignore[arg-type]
+
+
+def config_names() -> list[str]:
+    """The names of Inductor's config entries."""
+    return torch._inductor.list_options()
+
+
+def anonymous_user_passes(patches: Mapping[str, Any]) -> list[str]:
+    """Names of the user's own custom passes that have no identity, which makes Inductor skip its cache."""
+    return [
+        getattr(user_pass, "__name__", type(user_pass).__name__)
+        for user_pass in _user_passes(dict(patches))
+        if not isinstance(user_pass, CustomGraphPass) or user_pass.uuid() is None
+    ]
+
+
+def must_pass_through(error: BaseException) -> bool:
+    """Whether an exception is one of Dynamo's signals, which a backend must never swallow."""
+    return isinstance(error, (RestartAnalysis, SkipFrame))
+
+
+def unwrapped(error: Exception) -> Exception:
+    """An error of the same class and text that Dynamo hands to the user as it is, not as BackendCompilerFailed."""
+    kind = type(error)
+    bare = type(kind.__name__, (kind, ShortenTraceback), {"__module__": kind.__module__, "__str__": kind.__str__})
+    twin = bare.__new__(bare, *error.args)
+    twin.__dict__.update(error.__dict__, first_useful_frame=None)
+    return twin
+
+
+def original(fn: Any) -> Any:
+    """The function or module behind a compiled one; anything else as it is."""
+    return getattr(fn, "_orig_mod", None) or getattr(fn, "_torchdynamo_orig_callable", None) or fn
+
+
+def in_dynamo() -> bool:
+    """Whether a graph is being captured or compiled for ``torch.compile`` in this thread."""
+    return TracingContext.try_get() is not None
+
+
+class _Pipeline(CustomGraphPass):
+    """tcport's passes as Inductor sees them, followed by the user's own.
+
+    A new pass object per compile would make config comparisons fail, and pickling it would drag the report along:
+    equality and pickle go by the identity alone.
+    """
+
+    def __init__(self, run: Callable[[torch.fx.Graph], None] | None, identity: str, user_passes: tuple[Any, ...]):
+        self._run = run
+        self._identity = identity
+        self._user_passes = user_passes
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        if self._run is not None:
+            self._run(graph)
+        for user_pass in self._user_passes:
+            user_pass(graph)
+
+    def uuid(self) -> Any | None:
+        ids = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self._user_passes]
+        return None if None in ids else (self._identity, *ids)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_Pipeline, (None, self._identity, ()))
+
+
+def _user_passes(patches: dict[str, Any]) -> tuple[Any, ...]:
+    """The user's passes for the slot tcport uses, taken out of ``patches``; the global config's otherwise."""
+    given = patches.pop("post_grad_custom_pre_pass", config.post_grad_custom_pre_pass)
+    if given is None:
+        return ()
+    return tuple(given) if isinstance(given, (list, tuple)) else (given,)
+
+
+@contextlib.contextmanager
+def _installed(
+    emitters: Mapping[Any, Callable[[torch.fx.Node], Emission]], audit: Callable[[Audit], None]
+) -> Iterator[None]:
+    """Inductor with tcport's lowerings and audit, for the length of a ``with`` block."""
+    overloads = [*emitters, torch.ops.aten.sym_storage_offset.default]
+    before = {overload: lowerings[overload] for overload in overloads if overload in lowerings}
+    codegen = GraphLowering.codegen
+
+    def audited_codegen(graph: GraphLowering) -> Any:
+        result = codegen(graph)
+        audit(Audit(getattr(result[0], "value", ""), tuple(_allocated(graph))))
+        return result
+
+    for overload, emit in emitters.items():
+        register_lowering(overload, type_promotion_kind=None)(_lowering(emit))
+    if torch.ops.aten.sym_storage_offset.default not in lowerings:
+        # Without it, in-graph views of one symbolic tensor are all written at offset 0 (pytorch#198068).
+        register_lowering(torch.ops.aten.sym_storage_offset.default, type_promotion_kind=None)(_storage_offset)
+    GraphLowering.codegen = audited_codegen  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        GraphLowering.codegen = codegen  # type: ignore[method-assign]
+        for overload in overloads:
+            lowerings.pop(overload, None)
+        lowerings.update(before)
+
+
+def _lowering(emit: Callable[[torch.fx.Node], Emission]) -> Callable[..., Any]:
+    """A lowering that traces what ``emit`` says and lowers the trace in place of the node."""
+
+    def lower(*args: Any, **kwargs: Any) -> Any:
+        node = V.graph.current_node
+        emission = emit(node)
+        leaves, spec = tree_flatten((node.args, node.kwargs))
+        holes = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.fx.Node)]
+        fakes = [leaves[i].meta["val"] for i in holes]
+        lowered_leaves, _ = tree_flatten((args, kwargs))
+        inputs = [lowered_leaves[i] for i in holes]
+        if emission.exact_strides:
+            inputs = [_with_strides(value, fake) for value, fake in zip(inputs, fakes, strict=True)]
+
+        def run(*values: Any) -> Any:
+            filled = list(leaves)
+            for i, value in zip(holes, values, strict=True):
+                filled[i] = value
+            call_args, call_kwargs = tree_unflatten(filled, spec)
+            return emission.run(*call_args, **call_kwargs)
+
+        with V.fake_mode:
+            traced = make_fx(run, decomposition_table=select_decomp_table())(*fakes)
+        return process_subgraph_nodes(traced, inputs)
+
+    return lower
+
+
+def _with_strides(value: Any, fake: Any) -> Any:
+    if not isinstance(fake, torch.Tensor):
+        return value
+    return ir.ExternKernel.require_exact_strides(value, fake.stride())
+
+
+def _storage_offset(value: Any) -> Any:
+    _, layout = ir.as_storage_and_layout(value)
+    return layout.offset
+
+
+def _allocated(graph: GraphLowering) -> Iterator[Buffer]:
+    """The buffers of a lowered graph that get memory of their own."""
+    for buffer in graph.buffers:
+        layout = buffer.layout if isinstance(getattr(buffer, "layout", None), ir.Layout) else None
+        if layout is None or isinstance(layout, (ir.MutationLayoutSHOULDREMOVE, ir.NonOwningLayout)):
+            continue
+        numel = sympy.prod(layout.size)
+        hint = graph.sizevars.shape_env.replace(numel)
+        known = int(hint) * layout.dtype.itemsize if isinstance(hint, (int, sympy.Integer)) else None
+        origins = tuple(sorted(buffer.origins, key=lambda n: n.name))
+        yield Buffer(buffer.get_name(), numel, layout.dtype, known, origins)

@@ -1,0 +1,67 @@
+"""``torch.compile(model, backend="tcport")``: the entry point that torch finds by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+
+from . import _inductor, eager, history  # noqa: F401  (eager binds the operators' implementations)
+from .adapter import adapt
+from .compilation import compile_graph
+from .errors import OptionError, TcportError
+from .invalid import first_invalid_call
+from .options import Options, parse_options
+from .report import Found, GraphReport, LeftAlone
+
+
+def tcport(
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    **unknown: Any,
+) -> Callable[..., Any]:
+    """Compile a graph captured by Dynamo.
+
+    Args:
+        gm: the graph, before AOTAutograd.
+        example_inputs: its fake inputs.
+        mode: as in ``torch.compile``.
+        options: see :class:`tcport.options.Options`; Inductor's own config entries are accepted beside them.
+
+    Returns:
+        A callable with the graph's signature.
+
+    Raises:
+        TcportError: of the class that names the cause; it reaches the caller of the compiled model as it is.
+    """
+    try:
+        if unknown:
+            names = ", ".join(sorted(unknown))
+            raise OptionError(f"The backend was given unknown arguments: {names}.", "Put them into options={...}.")
+        parsed = parse_options(mode, options, _inductor.config_names)
+        return compile_adapted(gm, example_inputs, parsed)
+    except TcportError as error:
+        raise _inductor.unwrapped(error) from error.__cause__
+
+
+def compile_adapted(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
+    """Adapt, check and compile one graph; its report goes to the history."""
+    invalid = first_invalid_call(gm)
+    if invalid is not None:
+        raise invalid
+    report = GraphReport()
+    adapted = adapt(gm)
+    report.found = [Found(m.spelling, m.node, m.detail) for m in adapted.matches]
+    report.left_alone = [LeftAlone(r.node, r.reason) for r in adapted.rejections]
+    if options.level == "attention":
+        report.notes.append("level='attention': everything but attention and cache writes runs eagerly")
+        compiled: Callable[..., Any] = gm.forward
+    else:
+        compiled = compile_graph(gm, example_inputs, options, report)
+    history.record(report, options)
+    return compiled

@@ -1,0 +1,48 @@
+"""The reports of the compiles of this process: ``last_report`` and the collector behind ``explain``."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+from .options import Options
+from .report import CompileReport, GraphReport
+
+_lock = threading.Lock()
+_last: CompileReport | None = None
+_collectors: list[CompileReport] = []
+
+
+def record(graph: GraphReport, options: Options) -> None:
+    """Add a compiled graph to every open collector, and make it the last report."""
+    global _last
+    with _lock:
+        _last = _report_of(graph, options)
+        for report in _collectors:
+            report.graphs.append(graph)
+            report.options = options.to_dict()
+            report.device = report.device or _last.device
+
+
+def last_report() -> CompileReport | None:
+    """The report of the newest compile of this process; None before the first."""
+    return _last
+
+
+@contextlib.contextmanager
+def collected() -> Iterator[CompileReport]:
+    """A report that gathers every graph compiled within a ``with`` block."""
+    report = CompileReport()
+    with _lock:
+        _collectors.append(report)
+    try:
+        yield report
+    finally:
+        with _lock:
+            _collectors.remove(report)
+
+
+def _report_of(graph: GraphReport, options: Options) -> CompileReport:
+    devices = dict.fromkeys(node.device for node in graph.nodes)
+    return CompileReport([graph], ", ".join(devices), options.to_dict())
