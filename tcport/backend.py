@@ -8,13 +8,16 @@ from typing import Any
 import torch
 import torch.fx
 
-from . import _inductor, eager, history  # noqa: F401  (eager binds the operators' implementations)
+from . import _inductor, history, ops
 from .adapter import adapt
 from .compilation import compile_graph
 from .errors import OptionError, TcportError
 from .invalid import first_invalid_call
 from .options import Options, parse_options
 from .report import Found, GraphReport, LeftAlone
+
+# Dynamo would wrap what a fake raises; first_invalid_call raises it where it reaches the user as it is.
+ops.postpone_refusals(_inductor.in_dynamo)
 
 
 def tcport(
