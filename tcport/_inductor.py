@@ -213,11 +213,12 @@ def _lowering(emit: Callable[[torch.fx.Node], Emission]) -> Callable[..., Any]:
             for i, value in zip(holes, values, strict=True):
                 filled[i] = value
             call_args, call_kwargs = tree_unflatten(filled, spec)
-            return emission.run(*call_args, **call_kwargs)
+            results = emission.run(*call_args, **call_kwargs)
+            return () if results is None else results  # torch 2.11 takes an output of None for a missing output
 
         with V.fake_mode:
             traced = make_fx(run, decomposition_table=select_decomp_table())(*fakes)
-        return process_subgraph_nodes(traced, inputs)
+        return process_subgraph_nodes(traced, inputs) or None
 
     return lower
 

@@ -9,12 +9,11 @@ import torch
 import torch.fx
 
 from . import _inductor, history, ops
-from .adapter import adapt
 from .compilation import compile_graph
 from .errors import OptionError, TcportError
 from .invalid import first_invalid_call
 from .options import Options, parse_options
-from .report import Found, GraphReport, LeftAlone
+from .report import GraphReport
 
 # Dynamo would wrap what a fake raises; first_invalid_call raises it where it reaches the user as it is.
 ops.postpone_refusals(_inductor.in_dynamo)
@@ -58,9 +57,6 @@ def compile_adapted(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], opt
     if invalid is not None:
         raise invalid
     report = GraphReport()
-    adapted = adapt(gm)
-    report.found = [Found(m.spelling, m.node, m.detail) for m in adapted.matches]
-    report.left_alone = [LeftAlone(r.node, r.reason) for r in adapted.rejections]
     if options.level == "attention":
         report.notes.append("level='attention': everything but attention and cache writes runs eagerly")
         compiled: Callable[..., Any] = gm.forward
