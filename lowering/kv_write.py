@@ -6,10 +6,9 @@ from typing import Any
 
 from tcport.device import DeviceProfile
 from tcport.kernels.call import Launcher, WriteCall
-
-from .candidate import Candidate, Verdict
-from .registry import Answer, register_lowering
-from .spec import WriteSpec
+from tcport.lowering.candidate import Candidate, Verdict
+from tcport.lowering.registry import Answer, register_lowering
+from tcport.lowering.spec import WriteSpec
 
 
 @register_lowering("kv_write", name="triton_write")

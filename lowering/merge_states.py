@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from tcport.device import DeviceProfile
 from tcport.kernels import reference
-
-from .candidate import Candidate
-from .registry import Answer, register_lowering
-from .spec import MergeSpec
+from tcport.lowering.candidate import Candidate
+from tcport.lowering.registry import Answer, register_lowering
+from tcport.lowering.spec import MergeSpec
 
 
 @register_lowering("merge_states", name="torch_merge")

@@ -11,10 +11,9 @@ import torch.fx
 
 from tcport.device import DeviceProfile
 from tcport.kernels.call import AttentionCall, MergeCall, WriteCall
-
-from .candidate import Selection
-from .registry import select
-from .spec import attention_spec, merge_spec, write_spec
+from tcport.lowering.candidate import Selection
+from tcport.lowering.registry import select
+from tcport.lowering.spec import attention_spec, merge_spec, write_spec
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,10 +10,9 @@ from torch import Tensor
 from tcport.device import DeviceProfile
 from tcport.ir import AttentionSpec, TileConfig
 from tcport.kernels.call import AttentionCall, Launcher
+from tcport.lowering.candidate import Candidate, Tier, Verdict
+from tcport.lowering.registry import Answer, register_lowering
 from tcport.tiling import rank_tiles
-
-from .candidate import Candidate, Tier, Verdict
-from .registry import Answer, register_lowering
 
 Kernel = Callable[[AttentionCall, TileConfig, Launcher], tuple[Tensor, Tensor]]
 

@@ -11,8 +11,7 @@ from typing import Any
 from tcport.device import DeviceProfile
 from tcport.errors import NoCandidateError, OptionError
 from tcport.fingerprint import source_identity
-
-from .candidate import TIERS, Candidate, Rejection, Selection, Verdict
+from tcport.lowering.candidate import TIERS, Candidate, Rejection, Selection, Verdict
 
 Answer = Candidate | Iterable[Candidate] | Verdict
 LowerFn = Callable[[Any, DeviceProfile], Answer]

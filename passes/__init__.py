@@ -1,3 +1,3 @@
 """Graph passes of tcport: one pass, one file."""
 
-from . import select_tiles  # noqa: F401  (importing it registers the pass)
+from tcport.passes import select_tiles  # noqa: F401  (importing it registers the pass)

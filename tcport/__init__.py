@@ -3,9 +3,47 @@
 Importing this package registers operators and touches no driver, no CUDA context and no Inductor.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from tcport import eager as eager  # binds the implementations of the operators
+from tcport.device import device_profile
+from tcport.graph_pass import PassContext, register_pass, registered_pass, unregister_pass
+from tcport.history import last_report
 from tcport.ops import kv_write, merge_states, paged_attention
 
-__all__ = ["__version__", "kv_write", "merge_states", "paged_attention"]
+if TYPE_CHECKING:
+    from tcport.explainer import explain
+    from tcport.lowering.registry import register_lowering, unregister_lowering
+
+__all__ = [
+    "PassContext",
+    "__version__",
+    "device_profile",
+    "explain",
+    "kv_write",
+    "last_report",
+    "merge_states",
+    "paged_attention",
+    "register_lowering",
+    "register_pass",
+    "registered_pass",
+    "unregister_lowering",
+    "unregister_pass",
+]
 
 __version__ = "0.1.0"
+
+_LAZY = {
+    "explain": "tcport.explainer",  # imports Inductor
+    "register_lowering": "tcport.lowering.registry",
+    "unregister_lowering": "tcport.lowering.registry",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'tcport' has no attribute {name!r}")

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 import torch.fx
 
-from . import _inductor, history, ops
-from .compilation import compile_graph
-from .errors import OptionError, TcportError
-from .invalid import first_invalid_call
-from .options import Options, parse_options
-from .report import GraphReport
+from tcport import _inductor, history, ops
+from tcport.compilation import compile_graph
+from tcport.errors import OptionError, TcportError
+from tcport.invalid import first_invalid_call
+from tcport.options import Options, parse_options
+from tcport.report import GraphReport
 
 # Dynamo would wrap what a fake raises; first_invalid_call raises it where it reaches the user as it is.
 ops.postpone_refusals(_inductor.in_dynamo)

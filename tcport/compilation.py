@@ -9,18 +9,18 @@ from typing import Any
 import torch
 import torch.fx
 
-from . import _inductor
-from .device import DeviceProfile, device_profile
-from .errors import KernelBuildError, TcportError
-from .fingerprint import fingerprint
-from .graph_pass import PassContext
-from .lowering.candidate import Candidate
-from .lowering.operators import OPERATORS, NodeChoice, Operator, call_of_node, choose, device_of
-from .lowering.registry import rows
-from .lowering.spec import dim
-from .options import Options
-from .pass_manager import active_passes, run_passes
-from .report import CacheClone, FallbackReason, GraphReport, NodeReport, Rejected
+from tcport import _inductor, passes  # noqa: F401  (passes registers tcport's own)
+from tcport.device import DeviceProfile, device_profile
+from tcport.errors import KernelBuildError, TcportError
+from tcport.fingerprint import fingerprint
+from tcport.graph_pass import PassContext
+from tcport.lowering.candidate import Candidate
+from tcport.lowering.operators import OPERATORS, NodeChoice, Operator, call_of_node, choose, device_of
+from tcport.lowering.registry import rows
+from tcport.lowering.spec import dim
+from tcport.options import Options
+from tcport.pass_manager import active_passes, run_passes
+from tcport.report import CacheClone, FallbackReason, GraphReport, NodeReport, Rejected
 
 
 def compile_graph(

@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 import torch.fx
 
-from .device import DeviceProfile
-from .errors import PassRegistrationError
-from .fingerprint import source_identity
-from .options import Options
+from tcport.device import DeviceProfile
+from tcport.errors import PassRegistrationError
+from tcport.fingerprint import source_identity
+from tcport.options import Options
 
 Stage = Literal["functional", "dynamo"]
 PassFn = Callable[[torch.fx.Graph, "PassContext"], int]

@@ -6,8 +6,8 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-from .options import Options
-from .report import CompileReport, GraphReport
+from tcport.options import Options
+from tcport.report import CompileReport, GraphReport
 
 _lock = threading.Lock()
 _last: CompileReport | None = None

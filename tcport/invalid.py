@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.fx
 
-from . import checks, ops  # noqa: F401  (ops defines the operators)
-from .errors import TcportError
+from tcport import checks, ops  # noqa: F401  (ops defines the operators)
+from tcport.errors import TcportError
 
 
 def first_invalid_call(gm: torch.fx.GraphModule) -> TcportError | None:

@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
-from .errors import OptionError
+from tcport.errors import OptionError
 
 Level = Literal["full", "attention"]
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")

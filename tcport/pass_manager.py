@@ -8,10 +8,10 @@ from collections.abc import Iterable
 import networkx as nx
 import torch.fx
 
-from .errors import OptionError, PassError, PassOrderError, TcportError
-from .graph_pass import GraphPass, PassContext, Stage, registered_passes
-from .options import Options
-from .report import PassReport
+from tcport.errors import OptionError, PassError, PassOrderError, TcportError
+from tcport.graph_pass import GraphPass, PassContext, Stage, registered_passes
+from tcport.options import Options
+from tcport.report import PassReport
 
 
 def run_passes(graph: torch.fx.Graph, passes: Iterable[GraphPass], ctx: PassContext) -> list[PassReport]:

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from . import _inductor, history
-from .backend import tcport as backend
-from .report import CompileReport
+from tcport import _inductor, history
+from tcport.backend import tcport as backend
+from tcport.report import CompileReport
 
 
 def explain(
