@@ -99,10 +99,10 @@ class _Attempt:
     def _identity(self, example_inputs: Sequence[Any]) -> str:
         devices = {value.device for value in example_inputs if isinstance(value, torch.Tensor)}
         profiles = sorted(device_profile(device).digest() for device in devices)
-        passes = [p.identity() for p in active_passes(self.options, "functional")]
+        own_passes = [p.identity() for p in active_passes(self.options, "functional")]
         lowerings = [row.identity() for operator in OPERATORS for row in rows(operator.name)]
         own_options = dataclasses.replace(self.options, inductor=())
-        return fingerprint([own_options, profiles, passes, lowerings, sorted(self.skipped)])
+        return fingerprint([own_options, profiles, own_passes, lowerings, sorted(self.skipped)])
 
     def _emit(self, operator: Operator, node: torch.fx.Node) -> _inductor.Emission:
         choice: NodeChoice | None = node.meta.get("tcport")
