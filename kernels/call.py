@@ -39,6 +39,17 @@ class AttentionCall:
     batch_invariant: bool = False
     return_lse: bool = False
 
+    @property
+    def v_is_view_of_k(self) -> bool:
+        """Whether V is the first ``Dv`` components of K (multi-head latent attention), so that K serves as both."""
+        k, v = self.k_cache, self.v_cache
+        return (
+            v.dtype == k.dtype
+            and v.stride() == k.stride()
+            and v.storage_offset() == k.storage_offset()
+            and v.untyped_storage()._cdata == k.untyped_storage()._cdata
+        )
+
     @classmethod
     def of(
         cls,

@@ -64,7 +64,7 @@ def attention_spec(call: AttentionCall) -> AttentionSpec:
         num_splits=call.num_splits,
         batch_invariant=call.batch_invariant,
         return_lse=call.return_lse,
-        v_is_view_of_k=_is_leading_view(v, k),
+        v_is_view_of_k=call.v_is_view_of_k,
     )
 
 
@@ -105,13 +105,3 @@ def dim(size: int | torch.SymInt) -> Dim:
 def dtype_name(dtype: torch.dtype) -> str:
     """``torch.bfloat16`` as ``"bfloat16"``."""
     return str(dtype).removeprefix("torch.")
-
-
-def _is_leading_view(v: Tensor, k: Tensor) -> bool:
-    """Whether V is the first ``Dv`` components of K (multi-head latent attention), so that K serves as both."""
-    return (
-        v.dtype == k.dtype
-        and v.stride() == k.stride()
-        and v.storage_offset() == k.storage_offset()
-        and v.untyped_storage()._cdata == k.untyped_storage()._cdata
-    )

@@ -1,0 +1,90 @@
+"""Compiling what a kernel entry would launch, for a device that is not in the room.
+
+    launches = record(paged_decode, call, config)            # call may hold meta or fake tensors
+    compiled = compile_launch(launches[0], GPUTarget("hip", "gfx942", 64))
+    compiled.metadata.shared                                   # bytes; Triton itself checks no device limit here
+
+A compile for the wrong target can abort the process, so do it in a subprocess. Triton allows no offline compile in a
+process that runs its interpreter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+_TYPES = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "u1",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One kernel launch, recorded instead of done."""
+
+    kernel: Any
+    grid: tuple[Any, ...]
+    arguments: dict[str, Any]
+    options: dict[str, int]
+
+
+def record(entry: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Launch]:
+    """The launches of a kernel entry: ``entry(*args, launch=..., **kwargs)`` is run with nothing launched."""
+    launches: list[Launch] = []
+
+    class Recorded:
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: tuple[Any, ...]) -> Callable[..., None]:
+            def run(**arguments: Any) -> None:
+                names = set(self.kernel.arg_names)
+                options = {name: value for name, value in arguments.items() if name not in names}
+                taken = {name: arguments[name] for name in self.kernel.arg_names}
+                launches.append(Launch(self.kernel, grid, taken, options))
+
+            return run
+
+    entry(*args, launch=Recorded, **kwargs)
+    return launches
+
+
+def compile_launch(launch: Launch, target: GPUTarget) -> Any:
+    """Triton's compiled kernel, specialised as its JIT would: alignment by 16 and ints equal to 1 are known."""
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int], Any] = {}
+    attributes: dict[tuple[int], list[list[Any]]] = {}
+    for index, param in enumerate(launch.kernel.params):
+        value = launch.arguments[param.name]
+        fixed = param.is_constexpr or value is None or (type(value) is int and value == 1)
+        if fixed and not (param.do_not_specialize and value is not None):
+            signature[param.name], constants[(index,)] = "constexpr", value
+            continue
+        signature[param.name] = _type_of(value)
+        aligned = isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
+        if aligned and not (param.do_not_specialize or param.do_not_specialize_on_alignment):
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(launch.kernel, signature, constants, attributes)
+    return triton.compile(source, target=target, options=dict(launch.options))
+
+
+def _type_of(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return "*" + _TYPES[value.dtype]
+    if isinstance(value, float):
+        return "fp32"
+    return "i32" if -(2**31) <= value < 2**31 else "i64"

@@ -1,0 +1,219 @@
+"""The paged attention kernel: which query rows a program takes, and where its result goes.
+
+Program ``(x, y)`` handles one KV head (x, fastest, so that neighbours read neighbouring heads of a page), one block of
+query rows (x) and one split of the keys (y). Without ``cu_seqlens_q`` a block is the one token of one sequence;
+with it, up to ``BLOCK_M // GROUP`` tokens of one sequence, found on the device by binary search. Results of split y go
+to slice y of ``out [splits, T, Hq, Dv]`` and ``lse [splits, T, Hq]``, both contiguous.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .triton_tile import LN2, LOG2E, attend, finish, load_query, main_span, split_span, visible_range
+
+
+@triton.jit(
+    # What changes from step to step must not select another binary: sizes, tables and their alignment.
+    do_not_specialize=[
+        "num_seqs", "num_tokens", "num_splits", "mask_columns", "window", "chunk",
+        "table_stride_seq", "table_stride_page", "lens_stride", "cu_stride", "mask_stride_token",
+    ],
+    do_not_specialize_on_alignment=[
+        "block_table", "seq_lens", "cu_seqlens_q", "mask", "alibi_slopes", "sinks", "k_scale", "v_scale", "lse",
+    ],
+)  # fmt: skip
+def paged_attention_kernel(
+    query,
+    k_cache,
+    v_cache,
+    block_table,
+    seq_lens,
+    cu_seqlens_q,
+    out,
+    lse,
+    alibi_slopes,
+    sinks,
+    k_scale,
+    v_scale,
+    mask,
+    num_seqs,
+    num_tokens,
+    num_splits,
+    scale,
+    softcap,
+    window,
+    chunk,
+    mask_columns,
+    query_stride_token,
+    query_stride_head,
+    query_stride_dim,
+    k_stride_page,
+    k_stride_token,
+    k_stride_head,
+    k_stride_dim,
+    v_stride_page,
+    v_stride_token,
+    v_stride_head,
+    v_stride_dim,
+    table_stride_seq,
+    table_stride_page,
+    lens_stride,
+    cu_stride,
+    alibi_stride,
+    sinks_stride,
+    k_scale_stride_page,
+    k_scale_stride_token,
+    k_scale_stride_head,
+    v_scale_stride_page,
+    v_scale_stride_token,
+    v_scale_stride_head,
+    mask_stride_token,
+    mask_stride_key,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    DIM_QK: tl.constexpr,
+    DIM_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_MAIN: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    K_FORMAT: tl.constexpr,
+    V_FORMAT: tl.constexpr,
+    V_IS_K: tl.constexpr,
+    K_TOKEN_SCALE: tl.constexpr,
+    V_TOKEN_SCALE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    FP32: tl.constexpr,
+):
+    """One block of rows, one split of the keys; see the module. None stands for an option that is not used."""
+    HEAD_BLOCKS: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
+    HEADS: tl.constexpr = GROUP if HEAD_BLOCKS == 1 else BLOCK_M
+    TOKENS: tl.constexpr = 1 if cu_seqlens_q is None else BLOCK_M // HEADS
+    kv_head = tl.program_id(0) % NUM_KV_HEADS
+    head_block = tl.program_id(0) // NUM_KV_HEADS % HEAD_BLOCKS
+    block = tl.program_id(0) // (NUM_KV_HEADS * HEAD_BLOCKS)
+    split = tl.program_id(1)
+
+    if cu_seqlens_q is None:
+        seq, seq_end, first_token = block, block + 1, block
+        covered = block < num_seqs
+    else:
+        # Late blocks of a causal sequence are the heavy ones: start them first.
+        block = tl.num_programs(0) // (NUM_KV_HEADS * HEAD_BLOCKS) - 1 - block
+        seq, seq_end, first_token = _find_block(cu_seqlens_q, cu_stride, num_seqs, num_tokens, block, TOKENS)
+        covered = (seq >= 0) & (seq < num_seqs)
+    count = tl.minimum(seq_end - first_token, TOKENS)
+    if cu_seqlens_q is None:
+        count = tl.where(covered, count, 0)
+    if count <= 0:
+        return
+    seq_len = tl.load(seq_lens + seq.to(tl.int64) * lens_stride, mask=covered, other=0).to(tl.int32)
+
+    row = tl.arange(0, BLOCK_M)
+    token = row // HEADS
+    head = head_block * HEADS + row % HEADS
+    valid = (token < count) & (head < GROUP) & (row < TOKENS * HEADS)
+    token = tl.minimum(token, count - 1)
+    q_head = kv_head * GROUP + tl.minimum(head, GROUP - 1)
+    first_position = seq_len - seq_end + first_token
+    position = first_position + token
+    token = (first_token + token).to(tl.int64)
+
+    row_begin, row_end = visible_range(position, seq_len, window, chunk, mask_columns, CAUSAL)
+    begin, full_end = visible_range(first_position, seq_len, window, chunk, mask_columns, CAUSAL)
+    full_begin, end = visible_range(first_position + count - 1, seq_len, window, chunk, mask_columns, CAUSAL)
+    begin, end = split_span(begin, end, split, num_splits, BLOCK_N)
+    # One token's range has no left edge that cuts a tile: its tiles start there. An explicit mask may hide any key.
+    LEFT_EDGE: tl.constexpr = TOKENS > 1 and mask is None and (window is not None or chunk is not None)
+    main_begin, main_end = begin, begin
+    if mask is None:
+        main_begin, main_end = main_span(begin, end, full_begin, full_end, BLOCK_N)
+
+    scale = tl.cast(scale, tl.float32)
+    if softcap is not None:
+        softcap = tl.cast(softcap, tl.float32)
+    # From here on these two are per row. (They keep their names because only an argument that is None may enter a
+    # tuple as None.)
+    if alibi_slopes is not None:
+        alibi_slopes = tl.load(alibi_slopes + q_head.to(tl.int64) * alibi_stride).to(tl.float32)
+    if mask is not None:
+        mask += token * mask_stride_token
+    keys = (k_cache + kv_head.to(tl.int64) * k_stride_head, k_stride_page, k_stride_token, k_stride_dim)
+    values = (v_cache + kv_head.to(tl.int64) * v_stride_head, v_stride_page, v_stride_token, v_stride_dim)
+    # A scale that is one for all tokens leaves the sums: K's multiplies every logit, V's every output.
+    v_head_scale = 1.0
+    if k_scale is not None:
+        k_scale += kv_head.to(tl.int64) * k_scale_stride_head
+        if K_TOKEN_SCALE:
+            keys += (k_scale, k_scale_stride_page, k_scale_stride_token)
+        else:
+            scale *= tl.load(k_scale).to(tl.float32)
+    if v_scale is not None:
+        v_scale += kv_head.to(tl.int64) * v_scale_stride_head
+        if V_TOKEN_SCALE:
+            values += (v_scale, v_scale_stride_page, v_scale_stride_token)
+        else:
+            v_head_scale = tl.load(v_scale).to(tl.float32)
+
+    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    denominator = tl.zeros([BLOCK_M], tl.float32)
+    if sinks is not None:
+        # A sink is a key with a logit and no value: it opens the softmax, in the first split only.
+        sink = tl.load(sinks + q_head.to(tl.int64) * sinks_stride).to(tl.float32) * LOG2E
+        maximum = tl.where(split == 0, sink, maximum)
+        denominator = tl.where(split == 0, 1.0, denominator)
+
+    query_rows = query + token * query_stride_token + q_head.to(tl.int64) * query_stride_head
+    query_tile = (load_query(query_rows, query_stride_dim, valid, 0, DIM_QK, BLOCK_MAIN, FP32),)
+    if BLOCK_REST > 0:
+        query_tile += (load_query(query_rows, query_stride_dim, valid, BLOCK_MAIN, DIM_QK, BLOCK_REST, FP32),)
+    result, log_sum = finish(
+        attend(
+            (tl.zeros([BLOCK_M, BLOCK_V], tl.float32), denominator, maximum),
+            query_tile,
+            (row_begin, row_end, position, alibi_slopes, mask),
+            keys,
+            values,
+            (block_table + seq.to(tl.int64) * table_stride_seq, table_stride_page),
+            (begin, end, main_begin, main_end),
+            scale, softcap, mask_stride_key,
+            BLOCK_N, PAGE_SIZE, DIM_QK, DIM_V, BLOCK_V, K_FORMAT, V_FORMAT, V_IS_K, LEFT_EDGE,
+        )
+    )  # fmt: skip
+
+    dim = tl.arange(0, BLOCK_V)
+    target = (split.to(tl.int64) * num_tokens + token) * (NUM_KV_HEADS * GROUP) + q_head
+    tl.store(
+        out + target[:, None] * DIM_V + dim[None, :],
+        (result * v_head_scale).to(out.dtype.element_ty),
+        mask=valid[:, None] & (dim < DIM_V)[None, :],
+    )
+    if lse is not None:
+        tl.store(lse + target, log_sum * LN2, mask=valid)
+
+
+@triton.jit
+def _find_block(cu_seqlens_q, cu_stride, num_seqs, num_tokens, block, TOKENS: tl.constexpr):
+    """Sequence of query block ``block``, the end of its tokens, and the first token of the block.
+
+    The tokens before ``cu[0]`` and from ``cu[B]`` on form two more segments, "sequences" -1 and B, so that every row
+    of the output is written. Segment j (counted from 0) owns the blocks from ``begin(j) // TOKENS + j`` on: enough for
+    any lengths, in ``T // TOKENS + B + 2`` blocks in all; those left over start behind their segment's end.
+    """
+    low = block * 0
+    high = low + num_seqs + 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        begin = tl.load(cu_seqlens_q + (middle - 1).to(tl.int64) * cu_stride).to(tl.int32)
+        if begin // TOKENS + middle <= block:
+            low = middle
+        else:
+            high = middle - 1
+    seq = low - 1
+    begin = tl.load(cu_seqlens_q + seq.to(tl.int64) * cu_stride, mask=low > 0, other=0).to(tl.int32)
+    end = tl.load(cu_seqlens_q + low.to(tl.int64) * cu_stride, mask=low <= num_seqs, other=num_tokens).to(tl.int32)
+    return seq, tl.minimum(end, num_tokens), begin + (block - begin // TOKENS - low) * TOKENS

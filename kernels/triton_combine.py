@@ -1,0 +1,86 @@
+"""Merging the partial results of a split softmax (FlashAttention, arXiv:2205.14135, section 3.1)."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tcport.ir import IntLike
+
+from .call import Launcher
+
+_SPLITS_AT_ONCE = 16
+
+
+def combine(
+    partial_out: Tensor,
+    partial_lse: Tensor,
+    num_splits: IntLike,
+    out: Tensor,
+    lse: Tensor | None,
+    num_warps: int,
+    launch: Launcher,
+) -> None:
+    """Write the attention over all keys, from the results over each split of them.
+
+    Args:
+        partial_out: ``[S * T * Hq * Dv]`` fp32. partial_lse: ``[S * T * Hq]`` fp32.
+        out: ``[T, Hq, Dv]``, contiguous, written. lse: ``[T, Hq]`` fp32, contiguous, written; None: not wanted.
+    """
+    num_rows, v_dim = out.shape[0] * out.shape[1], int(out.shape[2])
+    launch(combine_kernel)[(torch.sym_max(num_rows, 1),)](
+        partial_out=partial_out,
+        partial_lse=partial_lse,
+        out=out,
+        lse=lse,
+        num_rows=num_rows,
+        num_splits=num_splits,
+        DIM_V=v_dim,
+        BLOCK_V=triton.next_power_of_2(v_dim),
+        BLOCK_S=_SPLITS_AT_ONCE,
+        num_warps=num_warps,
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_splits"], do_not_specialize_on_alignment=["lse"])
+def combine_kernel(
+    partial_out,
+    partial_lse,
+    out,
+    lse,
+    num_rows,
+    num_splits,
+    DIM_V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """One (token, head) row; splits in blocks, so that their number may be anything."""
+    row = tl.program_id(0).to(tl.int64)
+    if row >= num_rows:
+        return
+    dim = tl.arange(0, BLOCK_V)
+    total = tl.zeros([BLOCK_V], tl.float32)
+    denominator = 0.0
+    maximum = float("-inf")
+    for start in range(0, num_splits, BLOCK_S):
+        split = start + tl.arange(0, BLOCK_S)
+        at = split.to(tl.int64) * num_rows + row
+        part_lse = tl.load(partial_lse + at, mask=split < num_splits, other=float("-inf"))
+        part = tl.load(
+            partial_out + at[:, None] * DIM_V + dim[None, :],
+            mask=(split < num_splits)[:, None] & (dim < DIM_V)[None, :],
+            other=0.0,
+        )
+        new_maximum = tl.maximum(maximum, tl.max(part_lse, 0))
+        reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        weight = tl.exp(part_lse - reference)
+        rescale = tl.exp(maximum - reference)
+        total = total * rescale + tl.sum(part * weight[:, None], 0)
+        denominator = denominator * rescale + tl.sum(weight, 0)
+        maximum = new_maximum
+    result = total / tl.where(denominator > 0, denominator, 1.0)
+    tl.store(out + row * DIM_V + dim, result.to(out.dtype.element_ty), mask=dim < DIM_V)
+    if lse is not None:
+        tl.store(lse + row, maximum + tl.log(denominator))

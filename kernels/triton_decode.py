@@ -1,0 +1,29 @@
+"""Paged decode: one query token per sequence, the keys of a sequence split over several programs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tcport.ir import TileConfig
+
+from .call import AttentionCall, Launcher
+from .triton_arguments import head_blocks
+from .triton_splits import attend_in_splits
+
+
+def paged_decode(call: AttentionCall, config: TileConfig, launch: Launcher) -> tuple[Tensor, Tensor]:
+    """Attention of one query token per sequence.
+
+    Args:
+        call: a call without ``cu_seqlens_q``.
+        config: ``block_m`` rows hold the query heads of one KV head (a wider group takes several blocks),
+            ``block_n`` keys, and ``num_splits`` parts of every sequence.
+        launch: see :data:`tcport.kernels.call.Launcher`.
+
+    Returns:
+        ``out [T, Hq, Dv]`` in the query's dtype and ``lse [T, Hq]`` fp32 (shape ``[0]`` unless the call wants it).
+    """
+    # At least one program: some launchers refuse an empty grid. It finds no sequence and returns.
+    blocks = torch.sym_max(call.seq_lens.shape[0], 1) * head_blocks(call, config)
+    return attend_in_splits(call, config, launch, blocks)

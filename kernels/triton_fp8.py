@@ -1,0 +1,66 @@
+"""8-bit floats in registers: bits to a wider float and back, on every target.
+
+Caches of 8-bit floats are handed to kernels as bytes, because Triton refuses a pointer to a format that the target's
+hardware lacks (e4m3 before compute capability 8.9, the fnuz formats on NVIDIA). Where the hardware converts, it does;
+elsewhere a few integer operations do, exactly.
+
+Formats are called by their torch names: ``float8_e4m3fn``, ``float8_e5m2`` (OCP 8-bit floating point specification,
+revision 1.0) and ``float8_e4m3fnuz``, ``float8_e5m2fnuz`` (no infinities, one NaN: 0x80; exponent bias one higher).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def decode(bits, FORMAT: tl.constexpr):
+    """The values of uint8 ``bits`` as fp16 (fp32 for e5m2fnuz, which reaches past fp16's exponents); exact."""
+    if FORMAT == "float8_e4m3fn" and tl.target_info.cuda_capability_geq(8, 9):
+        return bits.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    if FORMAT == "float8_e5m2":
+        return (bits.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
+    if FORMAT == "float8_e5m2fnuz":
+        wide = bits.to(tl.uint32)
+        value = (((wide & 0x80) << 24) | ((wide & 0x7F) << 21)).to(tl.float32, bitcast=True)
+        return tl.where(bits == 0x80, float("nan"), value * 2.0**111)
+    # e4m3: shifted into an fp16 the exponent is 8 (fn) or 7 (fnuz) too small, subnormals included.
+    wide = bits.to(tl.uint16)
+    value = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
+    if FORMAT == "float8_e4m3fnuz":
+        return tl.where(bits == 0x80, float("nan"), value * 128.0)
+    return tl.where((bits & 0x7F) == 0x7F, float("nan"), value * 256.0)
+
+
+@triton.jit
+def encode(x, FORMAT: tl.constexpr):
+    """fp32 ``x`` rounded to nearest even and saturated to the largest finite value, as uint8 bits; NaN stays NaN."""
+    if FORMAT == "float8_e4m3fn":
+        return _round(x, 3, 7, 448.0, False)
+    if FORMAT == "float8_e4m3fnuz":
+        return _round(x, 3, 8, 240.0, True)
+    if FORMAT == "float8_e5m2":
+        return _round(x, 2, 15, 57344.0, False)
+    return _round(x, 2, 16, 57344.0, True)
+
+
+@triton.jit
+def _round(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LIMIT: tl.constexpr, FNUZ: tl.constexpr):
+    magnitude = tl.minimum(tl.abs(x), LIMIT)
+
+    # Normal: round the fp32 bits at the last kept place (half to even), then move the exponent's bias.
+    bits = magnitude.to(tl.uint32, bitcast=True)
+    bits += (1 << (22 - MANTISSA)) - 1 + ((bits >> (23 - MANTISSA)) & 1)
+    normal = (bits >> (23 - MANTISSA)) - ((127 - BIAS) << MANTISSA)
+    # Subnormal: a count of the smallest step. Adding 2^23 leaves it, rounded, in the low bits of an fp32; when it
+    # rounds up to 2^MANTISSA, that is the encoding of the smallest normal.
+    steps = magnitude * 2.0 ** (BIAS - 1 + MANTISSA) + 8388608.0
+    subnormal = steps.to(tl.uint32, bitcast=True) & 0xFF
+
+    code = tl.where(magnitude < 2.0 ** (1 - BIAS), subnormal, normal)
+    sign = (x.to(tl.uint32, bitcast=True) >> 31) << 7
+    if FNUZ:
+        sign = tl.where(code == 0, 0, sign)  # there is no negative zero: its bits are the NaN
+        return tl.where(x == x, code | sign, 0x80).to(tl.uint8)
+    return tl.where(x == x, code | sign, 0x7F).to(tl.uint8)

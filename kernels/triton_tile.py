@@ -1,0 +1,280 @@
+"""The inner loop that decode and prefill share: one block of query rows against a range of keys of one sequence.
+
+A row is one (query token, query head) pair; all rows of a block read the same KV head, so every K and V tile that is
+loaded serves the whole group (GQA packing). What a row may see is an interval of key positions, ``visible_range``:
+causality, window, chunk, length and the width of an explicit mask only move its two ends.
+
+Softmax is the online one of FlashAttention (arXiv:2205.14135, algorithm 1) in base 2, which is what GPUs compute.
+
+Arguments travel in tuples:
+    carry: ``(accumulator [M, V], denominator [M], maximum [M])``, fp32.
+    query: ``(main [M, D],)`` or ``(main [M, D], rest [M, D'])``: two powers of two where one would pad too much.
+    rows: ``(first visible key [M], end [M], position [M], ALiBi slope [M] or None, mask row pointers [M] or None)``.
+    keys, values: ``(pointer at the KV head, page stride, token stride, dim stride)``; with a scale per token there
+        follow ``(scale pointer at the KV head, page stride, token stride)``.
+    table: ``(pointer at the sequence's row, stride)``.
+    span: ``(begin, end, main_begin, main_end)``: keys to visit, and those among them that every row sees.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .triton_fp8 import decode
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def visible_range(position, seq_len, window, chunk, mask_columns, CAUSAL: tl.constexpr):
+    """Half-open interval of keys that a query at ``position`` sees; both ends never fall as the position grows."""
+    begin = position * 0
+    end = begin + seq_len
+    if CAUSAL:
+        end = tl.minimum(end, position + 1)
+    if window is not None:
+        begin = tl.maximum(begin, position - window + 1)
+    if chunk is not None:
+        first = position // chunk * chunk
+        begin = tl.maximum(begin, first)
+        # Integer division rounds towards zero; a negative position (more queries than keys) lies in no chunk of keys.
+        end = tl.where(position < 0, 0, tl.minimum(end, first + chunk))
+    if mask_columns is not None:
+        end = tl.minimum(end, mask_columns)
+    return begin, end
+
+
+@triton.jit
+def split_span(begin, end, split, num_splits, BLOCK_N: tl.constexpr):
+    """The part of keys ``[begin, end)`` that one split visits: a whole number of tiles, as even as can be.
+
+    It depends on this interval and on the number of splits alone, so a constant number makes a result independent of
+    the rest of the batch.
+    """
+    tiles = tl.cdiv(tl.maximum(end - begin, 0), BLOCK_N)
+    first = (split.to(tl.int64) * tiles // num_splits).to(tl.int32)
+    last = ((split + 1).to(tl.int64) * tiles // num_splits).to(tl.int32)
+    return begin + first * BLOCK_N, tl.minimum(begin + last * BLOCK_N, end)
+
+
+@triton.jit
+def main_span(begin, end, full_begin, full_end, BLOCK_N: tl.constexpr):
+    """The tiles of ``[begin, end)`` that lie within ``[full_begin, full_end)``, where no row needs a mask."""
+    skipped = tl.cdiv(tl.maximum(full_begin - begin, 0), BLOCK_N)
+    main_begin = tl.minimum(begin + skipped * BLOCK_N, tl.maximum(begin, end))
+    whole = tl.maximum(tl.minimum(full_end, end) - main_begin, 0) // BLOCK_N
+    return main_begin, main_begin + whole * BLOCK_N
+
+
+@triton.jit
+def load_query(
+    pointers, stride_dim, valid, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, FP32: tl.constexpr
+):
+    """Dims ``FIRST .. FIRST + BLOCK`` of query rows; 0 beyond the head dim and in rows that are not valid."""
+    dim = FIRST + tl.arange(0, BLOCK)
+    tile = tl.load(
+        pointers[:, None] + dim[None, :].to(tl.int64) * stride_dim,
+        mask=valid[:, None] & (dim < DIM)[None, :],
+        other=0.0,
+    )
+    return tile.to(tl.float32) if FP32 else tile
+
+
+@triton.jit
+def attend(
+    carry,
+    query,
+    rows,
+    keys,
+    values,
+    table,
+    span,
+    scale,
+    softcap,
+    mask_stride,
+    BLOCK_N: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    DIM_QK: tl.constexpr,
+    DIM_V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    K_FORMAT: tl.constexpr,
+    V_FORMAT: tl.constexpr,
+    V_IS_K: tl.constexpr,
+    LEFT_EDGE: tl.constexpr,
+):
+    """Fold the keys of ``span`` into ``carry``: masked tiles at the edges, unmasked ones between them."""
+    begin, end, main_begin, main_end = span
+    if LEFT_EDGE:
+        carry = _attend_tiles(
+            carry, query, rows, keys, values, table, begin, main_begin, end, scale, softcap, mask_stride,
+            BLOCK_N, PAGE_SIZE, DIM_QK, DIM_V, BLOCK_V, K_FORMAT, V_FORMAT, V_IS_K, True,
+        )  # fmt: skip
+    if rows[4] is None:
+        carry = _attend_tiles(
+            carry, query, rows, keys, values, table, main_begin, main_end, end, scale, softcap, mask_stride,
+            BLOCK_N, PAGE_SIZE, DIM_QK, DIM_V, BLOCK_V, K_FORMAT, V_FORMAT, V_IS_K, False,
+        )  # fmt: skip
+    return _attend_tiles(
+        carry, query, rows, keys, values, table, main_end, end, end, scale, softcap, mask_stride,
+        BLOCK_N, PAGE_SIZE, DIM_QK, DIM_V, BLOCK_V, K_FORMAT, V_FORMAT, V_IS_K, True,
+    )  # fmt: skip
+
+
+@triton.jit
+def finish(carry):
+    """Normalised output ``[M, V]`` and base-2 LSE ``[M]`` of a carry; 0 and -inf where nothing was visible."""
+    accumulator, denominator, maximum = carry
+    out = accumulator / tl.where(denominator > 0, denominator, 1.0)[:, None]
+    return out, maximum + tl.log2(denominator)
+
+
+@triton.jit
+def _attend_tiles(
+    carry,
+    query,
+    rows,
+    keys,
+    values,
+    table,
+    begin,
+    end,
+    keys_end,
+    scale,
+    softcap,
+    mask_stride,
+    BLOCK_N: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    DIM_QK: tl.constexpr,
+    DIM_V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    K_FORMAT: tl.constexpr,
+    V_FORMAT: tl.constexpr,
+    V_IS_K: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    query_main = query[0]
+    row_begin, row_end, position, slope, mask_rows = rows
+    accumulator, denominator, maximum = carry
+    BLOCK_MAIN: tl.constexpr = query_main.shape[1]
+
+    # The page ids of a tile are loaded one tile ahead, so that the loads of K and V do not wait for them and the
+    # software pipeliner sees plain loads. A table entry that holds no key before keys_end is never read.
+    key = begin + tl.arange(0, BLOCK_N)
+    page = _load_pages(table, key, keys_end, PAGE_SIZE)
+    for start in range(begin, end, BLOCK_N):
+        key = start + tl.arange(0, BLOCK_N)
+        slot = key % PAGE_SIZE
+        inside = (key < keys_end) if MASKED else None
+
+        key_tile = _load_tile(keys, page, slot, inside, 0, DIM_QK, BLOCK_MAIN, K_FORMAT, query_main.dtype)
+        logits = tl.dot(query_main, tl.trans(key_tile), input_precision="ieee")
+        if len(query) > 1:
+            rest_tile = _load_tile(
+                keys, page, slot, inside, BLOCK_MAIN, DIM_QK, query[1].shape[1], K_FORMAT, query_main.dtype
+            )
+            logits = tl.dot(query[1], tl.trans(rest_tile), logits, input_precision="ieee")
+        if V_IS_K:
+            value_tile = key_tile
+        else:
+            value_tile = _load_tile(values, page, slot, inside, 0, DIM_V, BLOCK_V, V_FORMAT, query_main.dtype)
+
+        logits *= scale
+        if len(keys) > 4:
+            logits *= _load_scales(keys, page, slot, inside)[None, :]
+        logits = _score(logits, key, position, slope, softcap)
+        if MASKED:
+            visible = (key[None, :] >= row_begin[:, None]) & (key[None, :] < row_end[:, None])
+            if mask_rows is not None:
+                allowed = tl.load(mask_rows[:, None] + key[None, :].to(tl.int64) * mask_stride, mask=visible, other=0)
+                visible &= allowed != 0
+            logits = tl.where(visible, logits, float("-inf"))
+
+        new_maximum = tl.maximum(maximum, tl.max(logits, 1))
+        reference = new_maximum
+        if MASKED:
+            # A row that has seen no key yet: keep -inf - -inf from becoming NaN.
+            reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        weights = tl.exp2(logits - reference[:, None])
+        rescale = tl.exp2(maximum - reference)
+        denominator = denominator * rescale + tl.sum(weights, 1)
+        maximum = new_maximum
+        if len(values) > 4:
+            weights *= _load_scales(values, page, slot, inside)[None, :]
+        accumulator = tl.dot(
+            weights.to(value_tile.dtype), value_tile, accumulator * rescale[:, None], input_precision="ieee"
+        )
+        page = _load_pages(table, key + BLOCK_N, keys_end, PAGE_SIZE)
+    return accumulator, denominator, maximum
+
+
+@triton.jit
+def _load_pages(table, key, keys_end, PAGE_SIZE: tl.constexpr):
+    """Page id of each key position; positions from ``keys_end`` on read nothing and get page 0."""
+    pointer, stride = table
+    return tl.load(pointer + (key // PAGE_SIZE).to(tl.int64) * stride, mask=key < keys_end, other=0).to(tl.int64)
+
+
+@triton.jit
+def _load_tile(
+    cache,
+    page,
+    slot,
+    inside,
+    FIRST: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FORMAT: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """Dims ``FIRST .. FIRST + BLOCK`` of the keys or values at ``(page, slot)``: ``[N, BLOCK]`` in ``dtype``.
+
+    Lanes beyond the head dim and keys that are not ``inside`` are 0 and are not read: what lies there may be NaN,
+    and 0 times NaN would reach the output.
+    """
+    dim = FIRST + tl.arange(0, BLOCK)
+    token = cache[0] + page * cache[1] + slot.to(tl.int64) * cache[2]
+    pointers = token[:, None] + dim[None, :].to(tl.int64) * cache[3]
+    if inside is not None:
+        if FIRST + BLOCK > DIM:
+            tile = tl.load(pointers, mask=inside[:, None] & (dim < DIM)[None, :], other=0)
+        else:
+            tile = tl.load(pointers, mask=inside[:, None], other=0)
+    elif FIRST + BLOCK > DIM:
+        tile = tl.load(pointers, mask=(dim < DIM)[None, :], other=0)
+    else:
+        tile = tl.load(pointers)
+    if FORMAT is not None:
+        return decode(tile, FORMAT).to(dtype)
+    return tile.to(dtype)
+
+
+@triton.jit
+def _load_scales(cache, page, slot, inside):
+    """Scales ``[N]`` of the keys or values at ``(page, slot)``."""
+    pointers = cache[4] + page * cache[5] + slot.to(tl.int64) * cache[6]
+    if inside is not None:
+        return tl.load(pointers, mask=inside, other=0).to(tl.float32)
+    return tl.load(pointers).to(tl.float32)
+
+
+@triton.jit
+def _score(logits, key, position, slope, softcap):
+    """Base-2 logits from natural ones: softcap, then ALiBi."""
+    if softcap is not None:
+        logits = softcap * _tanh(logits * (1.0 / softcap))
+    if slope is not None:
+        logits += slope[:, None] * (key[None, :] - position[:, None]).to(tl.float32)
+    return logits * LOG2E
+
+
+@triton.jit
+def _tanh(x):
+    """tanh to fp32 accuracy from exp2 alone, as no tanh is common to all of Triton's back ends."""
+    square = x * x
+    series = x * (1.0 + square * (-1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315 + square * (62.0 / 2835)))))
+    exponential = tl.exp2(tl.abs(x) * (-2 * LOG2E))
+    ratio = (1 - exponential) / (1 + exponential)
+    # 1 - exponential cancels near 0; the series' first omitted term is below 1e-9 of x there.
+    return tl.where(tl.abs(x) < 0.2, series, tl.where(x < 0, -ratio, ratio))
