@@ -17,7 +17,9 @@ Definitions:
     * LSE is the natural logarithm of the whole denominator, sink included.
     * A row with no visible key gives 0 and LSE -inf (the sink's logit, if there is a sink). Rows that ``cu_seqlens_q``
       does not cover are such rows.
-    * Bytes of the cache at positions >= seq_len and table entries past the length influence nothing, NaN included.
+    * Bytes of the cache at positions >= seq_len and table entries past the length influence nothing, NaN included. Nor
+      does a position that ``window`` or ``chunk`` hides from every token of its sequence: its page may have been freed.
+    * A length is at most what its table row holds, ``M * page``.
 """
 
 from __future__ import annotations
@@ -83,18 +85,8 @@ def paged_attention(
         q_len = starts[b + 1] - starts[b]
         if q_len <= 0 or seq_len <= 0:
             continue
-        key = _gather(k_cache, k_scale, block_table[b], seq_len, compute_dtype).repeat_interleave(group, dim=1)
-        value = _gather(v_cache, v_scale, block_table[b], seq_len, compute_dtype).repeat_interleave(group, dim=1)
-
-        logits = torch.einsum("qhd,khd->hqk", query[rows].to(compute_dtype), key) * scale
-        if softcap:
-            logits = softcap * torch.tanh(logits / softcap)
-
         key_pos = torch.arange(seq_len, device=query.device)
         query_pos = torch.arange(seq_len - q_len, seq_len, device=query.device)[:, None]
-        if alibi_slopes is not None:
-            logits = logits + alibi_slopes.to(compute_dtype)[:, None, None] * (key_pos - query_pos)
-
         visible = torch.ones(q_len, seq_len, dtype=torch.bool, device=query.device)
         if causal:
             visible &= key_pos <= query_pos
@@ -102,10 +94,19 @@ def paged_attention(
             visible &= key_pos > query_pos - window
         if chunk is not None:
             visible &= key_pos // chunk == query_pos // chunk
+        live = visible.any(dim=0)
         if mask is not None:
             columns = min(seq_len, mask.shape[1])
             visible[:, :columns] &= mask[rows, :columns]
             visible[:, columns:] = False
+
+        key = _gather(k_cache, k_scale, block_table[b], live, compute_dtype).repeat_interleave(group, dim=1)
+        value = _gather(v_cache, v_scale, block_table[b], live, compute_dtype).repeat_interleave(group, dim=1)
+        logits = torch.einsum("qhd,khd->hqk", query[rows].to(compute_dtype), key) * scale
+        if softcap:
+            logits = softcap * torch.tanh(logits / softcap)
+        if alibi_slopes is not None:
+            logits = logits + alibi_slopes.to(compute_dtype)[:, None, None] * (key_pos - query_pos)
         logits = logits.masked_fill(~visible, -torch.inf)
 
         denominator = torch.logsumexp(logits, dim=-1)
@@ -130,8 +131,9 @@ def kv_write(
     """Write new keys and values into their cache slots, in place.
 
     Slot ``s`` is page ``s // page``, position ``s % page``. Rows whose slot is negative or beyond the cache are
-    skipped; rows of ``key`` beyond the slots are ignored. What is stored is ``x / scale`` rounded to the cache's
-    dtype (int8 to nearest even; fp8 and int8 saturate).
+    skipped; rows of ``key`` beyond the slots are ignored. Which row a slot holds that was given twice is not specified.
+    What is stored is ``x / scale``, computed in fp32 (in fp64 when the row or the cache is fp64) and rounded to the
+    cache's dtype (int8 to nearest even; fp8 and int8 saturate).
 
     Args:
         key: ``[T, Hkv, Dqk]``. value: ``[T, Hkv, Dv]``; any float dtype, any strides.
@@ -153,6 +155,7 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
 
     Args:
         out_a, out_b: ``[T, H, D]``. lse_a, lse_b: ``[T, H]``, natural log; at most one of them may include a sink.
+            Where an LSE is -inf, the result is the other part, whatever the ``out`` beside it holds.
 
     Returns:
         ``out [T, H, D]`` in the dtype of ``out_a`` and ``lse [T, H]`` fp32 (fp64 for fp64 input).
@@ -160,32 +163,36 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     Source: log-sum-exp of a split softmax (FlashAttention, arXiv:2205.14135, section 3.1).
     """
     lse = torch.logaddexp(lse_a, lse_b)
-    empty = torch.isneginf(lse)
-    weight_a = torch.where(empty, 0.0, torch.exp(lse_a - lse))[..., None]
-    weight_b = torch.where(empty, 0.0, torch.exp(lse_b - lse))[..., None]
-    out = out_a.to(weight_a.dtype) * weight_a + out_b.to(weight_b.dtype) * weight_b
+    dtype = torch.promote_types(out_a.dtype, lse.dtype)
+    out = torch.zeros_like(out_a, dtype=dtype)
+    for part, part_lse in ((out_a, lse_a), (out_b, lse_b)):
+        weight = torch.exp(part_lse - lse).to(dtype)[..., None]
+        out = out + torch.where(torch.isneginf(part_lse)[..., None], 0.0, part.to(dtype) * weight)
     return out.to(out_a.dtype), lse
 
 
-def _gather(cache: Tensor, scale: Tensor | None, table_row: Tensor, seq_len: int, dtype: torch.dtype) -> Tensor:
-    """The first ``seq_len`` keys or values of one sequence, dequantised: ``[seq_len, Hkv, D]``."""
-    positions = torch.arange(seq_len, device=cache.device)
+def _gather(cache: Tensor, scale: Tensor | None, table_row: Tensor, live: Tensor, dtype: torch.dtype) -> Tensor:
+    """Keys or values of one sequence, dequantised, ``[seq_len, Hkv, D]``; 0 at the positions that are not ``live``."""
+    positions = live.nonzero()[:, 0]
     page = table_row.long()[positions // cache.shape[1]]
     offset = positions % cache.shape[1]
-    stored = cache[page, offset].to(dtype)
+    gathered = torch.zeros(len(live), *cache.shape[2:], dtype=dtype, device=cache.device)
+    gathered[positions] = cache[page, offset].to(dtype)
     if scale is None:
-        return stored
+        return gathered
     scale = scale.to(dtype)
     if scale.dim() == 3:
-        return stored * scale[page, offset][..., None]
-    return stored * scale.reshape(-1, 1)
+        gathered[positions] *= scale[page, offset][..., None]
+        return gathered
+    return gathered * scale.reshape(-1, 1)
 
 
 def _store(row: Tensor, scale: Tensor | None, where: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """One token's heads ``[Hkv, D]`` as the cache stores them."""
-    row = row.float()
+    row = row.to(torch.float64 if torch.float64 in (row.dtype, dtype) else torch.float32)
     if scale is not None:
-        row = row / (scale.float()[where][:, None] if scale.dim() == 3 else scale.float().reshape(-1, 1))
+        scale = scale.to(row.dtype)
+        row = row / (scale[where][:, None] if scale.dim() == 3 else scale.reshape(-1, 1))
     if dtype == torch.int8:
         return row.round().clamp(-128, 127).to(dtype)
     if dtype.is_floating_point and dtype.itemsize == 1:
