@@ -1,0 +1,149 @@
+"""Which nodes share memory, which nodes write it, and when two views of one memory cannot touch."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Node
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tcport.adapter.algebra import Space, divided
+from tcport.adapter.sizes import leaves, size_expr
+
+OpOverload = type(torch.ops.aten.view.default)
+"""The class of ``torch.ops.<namespace>.<op>.<overload>``, which has no public name."""
+
+_INPLACE_OPERATORS = frozenset(
+    getattr(operator, name)
+    for name in (
+        *("iadd", "iand", "iconcat", "ifloordiv", "ilshift", "imatmul", "imod", "imul", "ior", "ipow", "irshift"),
+        *("isub", "itruediv", "ixor", "setitem", "delitem"),
+    )
+)
+_INPLACE_METHODS = frozenset({"__setitem__", *(f"__{op.__name__}__" for op in _INPLACE_OPERATORS)})
+
+
+def storages(node: Node) -> frozenset[int]:
+    """Identities of the memory a node's value lies in.
+
+    Fake tensors keep the aliasing of what they stand for: a view, an in-place result, and two graph inputs that were
+    views of one tensor all share a storage.
+    """
+    held = leaves(node.meta.get("example_value"))
+    return frozenset(StorageWeakRef(leaf.untyped_storage()).cdata for leaf in held if isinstance(leaf, Tensor))
+
+
+def aliases(a: Node, b: Node) -> bool:
+    """Whether two nodes share memory."""
+    return not storages(a).isdisjoint(storages(b))
+
+
+def mutated(node: Node) -> list[Node]:
+    """The arguments whose memory a node may change; every tensor argument, for a callable that is not known."""
+    if node.op == "call_method":
+        name = str(node.target)
+        if name in _INPLACE_METHODS or (name.endswith("_") and not name.endswith("__")):
+            return _first(node)
+        return _nodes(node.kwargs.get("out"))
+    if node.op == "call_module":
+        return _tensors(node)
+    if node.op != "call_function":
+        return []
+    target: Any = node.target
+    if target in _INPLACE_OPERATORS:
+        return _first(node)
+    if isinstance(target, OpOverload):
+        return _mutated_by_schema(node, target._schema)
+    name = getattr(target, "__name__", "")
+    if target in (getattr, abs) or getattr(operator, name, None) is target:
+        return []
+    if any(getattr(module, name, None) is target for module in (torch, F, torch.special)):
+        if (name.endswith("_") and not name.endswith("__")) or _asks_inplace(node, target):
+            return _first(node)
+        return _nodes(node.kwargs.get("out"))
+    return _tensors(node)
+
+
+def is_mutation(node: Node) -> bool:
+    """Whether a node may change memory it did not allocate."""
+    return bool(mutated(node))
+
+
+def disjoint(a: Tensor, b: Tensor) -> bool:
+    """Whether two views of one storage certainly share no element.
+
+    Understood: one lies wholly after the other (the halves of a stacked pool), or they interleave along their largest
+    stride, each period holding a stretch of one and then a stretch of the other (``[pages, 2, ...]`` unbound).
+    """
+    if a.dtype.itemsize != b.dtype.itemsize:
+        return False
+    first, second = _Extent(a), _Extent(b)
+    return any(x.before(y) or x.interleaves(y) for x, y in ((first, second), (second, first)))
+
+
+class _Extent:
+    """Start, reach and period of a strided view, in elements, as sympy expressions."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.space = Space()
+        self.start = size_expr(tensor.storage_offset())
+        self.dims = [
+            (size_expr(size), size_expr(stride))
+            for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+            if size_expr(size) != 1
+        ]
+
+    def reach(self, dims: list[tuple[Any, Any]]) -> Any:
+        return sum((size - 1) * stride for size, stride in dims) + 1
+
+    def before(self, other: _Extent) -> bool:
+        return self.space.at_least(other.start, self.start + self.reach(self.dims))
+
+    def interleaves(self, other: _Extent) -> bool:
+        outer = [d for d in self.dims if d in other.dims and all(divided(d[1], e[1]) is not None for e in self.dims)]
+        if not outer:
+            return False
+        period = outer[0]
+        mine = [d for d in self.dims if d != period]
+        theirs = [d for d in other.dims if d != period]
+        gap = other.start - self.start
+        return self.space.at_least(gap, self.reach(mine)) and self.space.at_least(period[1], gap + self.reach(theirs))
+
+
+def _first(node: Node) -> list[Node]:
+    return _nodes(node.args[0] if node.args else next(iter(node.kwargs.values()), None))
+
+
+def _nodes(value: Any) -> list[Node]:
+    return [leaf for leaf in leaves(value) if isinstance(leaf, Node)]
+
+
+def _tensors(node: Node) -> list[Node]:
+    return [arg for arg in node.all_input_nodes if storages(arg)]
+
+
+def _mutated_by_schema(node: Node, schema: Any) -> list[Node]:
+    found: list[Node] = []
+    for i, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = node.args[i] if i < len(node.args) and not argument.kwarg_only else node.kwargs.get(argument.name)
+            found += _nodes(given)
+    return found
+
+
+def _asks_inplace(node: Node, target: Any) -> bool:
+    """Whether a functional such as ``F.relu`` or ``F.dropout`` was called with ``inplace=True``."""
+    if node.kwargs.get("inplace"):
+        return True
+    if True not in [arg for arg in node.args if isinstance(arg, bool)]:
+        return False
+    try:
+        bound = inspect.signature(target).bind(*node.args, **node.kwargs)
+    except (TypeError, ValueError):  # a builtin without a signature: none of those takes ``inplace``
+        return False
+    return bool(bound.arguments.get("inplace"))

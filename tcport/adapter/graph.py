@@ -1,0 +1,123 @@
+"""Facts about a Dynamo graph that every matcher needs: order, example values, sizes, and who changes what when."""
+
+from __future__ import annotations
+
+import bisect
+import operator
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from sympy import Expr
+from torch.fx import GraphModule, Node
+
+from tcport.adapter import aliasing
+from tcport.adapter.algebra import equal
+from tcport.adapter.sizes import size_expr, tensor_of
+
+_OPERATOR_INPLACE = {
+    f"i{name}": name
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "xor", "lshift", "rshift", "matmul")
+}
+
+
+class GraphFacts:
+    """An index over one graph, valid until the graph changes.
+
+    Positions in the graph serve as points in time: the value that node r reads from a tensor is what the mutations at
+    positions before r's own have left there.
+    """
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.module = gm
+        self.nodes: tuple[Node, ...] = tuple(gm.graph.nodes)
+        self.position = {node: i for i, node in enumerate(self.nodes)}
+        values = (node.meta.get("example_value") for node in self.nodes)
+        self.fake_mode = next((value.fake_mode for value in values if hasattr(value, "fake_mode")), None)
+        self._ids: dict[Node, int] = {}
+        self._mutations: dict[int, list[tuple[int, Node, Node]]] = {}
+        for node in self.nodes:
+            for changed in aliasing.mutated(node):
+                for storage in aliasing.storages(changed):
+                    self._mutations.setdefault(storage, []).append((self.position[node], node, changed))
+
+    def id_of(self, node: Node) -> int:
+        """A small number that stands for the node inside :class:`~tcport.adapter.algebra.Read`."""
+        return self._ids.setdefault(node, len(self._ids))
+
+    def node_of(self, number: Expr | int) -> Node:
+        """The node :meth:`id_of` gave this number."""
+        return list(self._ids)[int(number)]
+
+    def mutations(self, node: Node, start: int, stop: int) -> Iterator[tuple[Node, Node]]:
+        """``(mutating node, the tensor it was handed)`` for the storage of ``node`` at positions in [start, stop)."""
+        for storage in aliasing.storages(node):
+            for position, mutator, changed in self._mutations.get(storage, ()):
+                if start <= position < stop:
+                    yield mutator, changed
+
+    def last_mutation(self, node: Node, before: int) -> tuple[Node, Node] | None:
+        """The latest mutation of the storage of ``node`` at a position below ``before``."""
+        found = list(self.mutations(node, 0, before))
+        return max(found, key=lambda pair: self.position[pair[0]], default=None)
+
+    def version(self, node: Node, time: int) -> int:
+        """How many mutations the storage of ``node`` has seen before ``time``: equal versions, equal contents."""
+        return sum(
+            bisect.bisect_left([p for p, *_ in self._mutations.get(storage, ())], time)
+            for storage in aliasing.storages(node)
+        )
+
+    def fix(self, expr: Expr) -> bool:
+        """Give the size symbols in ``expr`` their values of this trace, under a guard; False if they have none yet.
+
+        A kernel is compiled for its head counts, head dims and page size; they never vary within a model, and are
+        symbols only when everything was marked dynamic.
+        """
+        for symbol in expr.free_symbols:
+            sizes = (size for node in self.nodes for size in _sizes_of(node))
+            size = next((s for s in sizes if isinstance(s, torch.SymInt) and s.node.expr == symbol), None)
+            if size is not None and size.node.has_hint():
+                int(size)
+        return not any(size_expr(s).free_symbols & expr.free_symbols for n in self.nodes for s in _sizes_of(n))
+
+
+def _sizes_of(node: Node) -> Iterator[int | torch.SymInt]:
+    value = node.meta.get("example_value")
+    if isinstance(value, torch.SymInt):
+        yield value
+    tensor = tensor_of(node)
+    if tensor is not None:
+        yield from tensor.shape
+
+
+def op_name(node: Node) -> str | None:
+    """The PyTorch operation a node calls, with in-place and operator spellings folded; None for anything else.
+
+    ``x.add_(y)``, ``x += y``, ``torch.add(x, y)`` and ``aten.add.Tensor(x, y)`` are all ``add``.
+    """
+    target = node.target
+    if node.op == "call_method":
+        name = str(target)
+        return name if name.endswith("__") else name.rstrip("_")
+    if node.op != "call_function":
+        return None
+    if isinstance(target, aliasing.OpOverload):
+        return target._schema.name.removeprefix("aten::").rstrip("_") if target.namespace == "aten" else None
+    if target is getattr:  # x.mT, x.T
+        return str(node.args[1])
+    name = getattr(target, "__name__", "")
+    if target is abs or getattr(operator, name, None) is target:
+        return _OPERATOR_INPLACE.get(name, name.rstrip("_"))
+    if any(getattr(module, name, None) is target for module in (torch, F, torch.special)):
+        return name.rstrip("_")
+    return None
+
+
+def same_geometry(a: Node, b: Node) -> bool:
+    """Whether two tensor nodes are the same elements in the same order: one tensor under two names."""
+    x, y = tensor_of(a), tensor_of(b)
+    if x is None or y is None or x.dtype != y.dtype or x.dim() != y.dim():
+        return False
+    facts = zip((*x.shape, *x.stride(), x.storage_offset()), (*y.shape, *y.stride(), y.storage_offset()), strict=True)
+    return all(equal(size_expr(left), size_expr(right)) for left, right in facts)
