@@ -15,6 +15,7 @@ from tcport.history import last_report
 from tcport.ops import kv_write, merge_states, paged_attention
 
 if TYPE_CHECKING:
+    from tcport.adapter.registry import register_matcher, unregister_matcher
     from tcport.explainer import explain
     from tcport.lowering.registry import register_lowering, unregister_lowering
 
@@ -28,9 +29,11 @@ __all__ = [
     "merge_states",
     "paged_attention",
     "register_lowering",
+    "register_matcher",
     "register_pass",
     "registered_pass",
     "unregister_lowering",
+    "unregister_matcher",
     "unregister_pass",
 ]
 
@@ -39,7 +42,9 @@ __version__ = "0.1.0"
 _LAZY = {
     "explain": "tcport.explainer",  # imports Inductor
     "register_lowering": "tcport.lowering.registry",
+    "register_matcher": "tcport.adapter.registry",
     "unregister_lowering": "tcport.lowering.registry",
+    "unregister_matcher": "tcport.adapter.registry",
 }
 
 
