@@ -1,5 +1,5 @@
 """Tiles that fit a device, ranked by what they cost."""
 
-from tcport.tiling.optimizer import Ranking, rank_tiles
+from tcport.tiling.optimizer import Ranking, TileLayoutOptimizer, rank_tiles
 
-__all__ = ["Ranking", "rank_tiles"]
+__all__ = ["Ranking", "TileLayoutOptimizer", "rank_tiles"]

@@ -1,21 +1,30 @@
-"""What a tile must keep, as sympy expressions that can be printed with the numbers in."""
+"""What a tile must keep, as expressions that can be printed with the numbers in.
+
+The shared-memory expression is what Triton 3.6 to 3.9 allocate for tcport's attention kernel, checked against compiled
+kernels (``ir_tests/test_tiling_footprint.py``); the register expression is an estimate, and the compile check has the
+last word on both.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Mapping
 
-import sympy
+from sympy import Max, Min, floor
 
+from tcport.device.profile import DeviceProfile
 from tcport.ir import TileConfig
+from tcport.tiling.formula import Formula, size
 from tcport.tiling.limits import Limits
 from tcport.tiling.problem import Problem
 
-BM, BN, W, S = sympy.symbols("block_m block_n warps stages", positive=True, integer=True)
-DK, DV, QB, KB, V = sympy.symbols("dim_qk dim_v query_bytes kv_bytes v_tiles", nonnegative=True, integer=True)
-WARP = sympy.Symbol("warp_width", positive=True, integer=True)
-LIMIT = sympy.Symbol("limit", positive=True, integer=True)
+BM, BN, WARPS, STAGES = size("block_m"), size("block_n"), size("warps"), size("stages")
+DIM_QK, DIM_V, QUERY_BYTES, KV_BYTES = size("dim_qk"), size("dim_v"), size("query_bytes"), size("kv_bytes")
+WARP_WIDTH, V_TILES, QUANTISED, MASK = size("warp_width"), size("v_tiles"), size("quantised"), size("mask")
+SPREAD = Max(1, 16 * WARPS / BM)
+"""Warps that share the columns of one block of rows; 1 when every warp has rows of its own."""
+TILE_BYTES = BN * (DIM_QK + V_TILES * DIM_V) * KV_BYTES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,54 +32,91 @@ class Constraint:
     """``demand <= limit``.
 
     Attributes:
-        name: what is limited, with its unit.
-        demand: expression over the tile and the problem.
-        limit: reads the limit out of the device's limits.
+        hard: a kernel that breaks it cannot be launched; a soft one runs, but badly (spilled registers).
     """
 
-    name: str
-    demand: sympy.Expr
-    limit: Callable[[Limits], int]
+    demand: Formula
+    limit: int
+    hard: bool = True
 
-    def holds(self, values: dict[str, int], limits: Limits) -> bool:
-        return self.evaluate(values) <= self.limit(limits)
+    def holds(self, values: Mapping[str, float]) -> bool:
+        return self.demand(values) <= self.limit
 
-    def evaluate(self, values: dict[str, int]) -> float:
-        return _compiled(self.demand)(**{name: values[name] for name in _names(self.demand)})
-
-    def explain(self, values: dict[str, int], limits: Limits) -> str:
-        """The expression, the numbers, the result and the limit, on one line."""
-        numbers = ", ".join(f"{name} {values[name]}" for name in _names(self.demand))
-        demand, limit = self.evaluate(values), self.limit(limits)
-        verdict = "<=" if demand <= limit else ">"
-        return f"{self.name}: {self.demand} = {demand:g} {verdict} {limit} with {numbers}"
+    def explain(self, values: Mapping[str, float]) -> str:
+        verdict = "fits" if self.holds(values) else "exceeds"
+        return f"{self.demand.explain(values)}: {verdict} the limit of {self.limit}"
 
 
-def constraints() -> tuple[Constraint, ...]:
-    """Every constraint on a tile, most telling first."""
+def constraints(profile: DeviceProfile, config: TileConfig, limits: Limits) -> tuple[Constraint, ...]:
+    """Every constraint on a tile, most telling first. The expressions depend on how the device multiplies matrices."""
     return (
-        Constraint("shared memory of a CTA, bytes", shared_bytes(), lambda limits: limits.shared_per_cta),
-        Constraint("threads of a CTA", W * WARP, lambda limits: limits.threads_per_cta),
-        Constraint("registers of a thread", registers(), lambda limits: limits.registers_per_thread),
+        Constraint(shared_memory(matrix_unit(profile, config)), limits.shared_per_cta),
+        Constraint(Formula("threads of a CTA", WARPS * WARP_WIDTH), limits.threads_per_cta),
+        Constraint(registers(matrix_unit(profile, config)), limits.registers_per_thread, hard=False),
     )
 
 
-def shared_bytes() -> sympy.Expr:
-    """K and V buffers of the pipeline and the Q tile.
+def matrix_unit(profile: DeviceProfile, config: TileConfig) -> str:
+    """How this tile's products are computed: ``wgmma``, ``mma`` (operands in registers), ``mfma`` or ``wmma``."""
+    if profile.vendor == "amd":
+        return "mfma" if (profile.mma_atom or "mfma") == "mfma" else "wmma"
+    if profile.mma_atom in ("wgmma", "tcgen05") and config.block_m >= 64 and config.num_warps % 4 == 0:
+        return "wgmma"
+    return "mma"
 
-    With page ids carried one tile ahead, Triton keeps ``stages - 1`` buffers of each operand; with no pipeline one
-    tile still passes through shared memory on its way to the matrix operand layout.
+
+@functools.cache
+def shared_memory(unit: str) -> Formula:
+    """Bytes of shared memory of one CTA.
+
+    K and V have ``stages - 1`` buffers each (page ids are carried one tile ahead, so their loads are plain loads to
+    the pipeliner); ``wgmma`` reads its operands while the next copy is under way and has ``stages``. Without a
+    pipeline the larger of the two tiles passes through. On NVIDIA the query tile stays in shared memory beside them;
+    on AMD it passes through before. Probabilities are exchanged through it unless every warp has rows to itself, and
+    the elements of an explicit mask change their layout in it.
     """
-    return sympy.Max(S - 1, 1) * BN * (DK + V * DV) * KB + BM * DK * QB
+    largest = Max(DIM_QK, V_TILES * DIM_V) * BN * KV_BYTES
+    # One formula for all stage counts: at one stage the first term vanishes and the second stands.
+    buffers = STAGES - 1 if unit != "wgmma" else STAGES * Min(1, STAGES - 1)
+    loop = Max(buffers * TILE_BYTES, largest)
+    query = BM * DIM_QK * QUERY_BYTES
+    weights = BM * BN * QUERY_BYTES * Min(1, floor(16 * WARPS / BM))
+    if unit == "wgmma":
+        total = loop + query
+    elif unit == "mma":
+        total = loop + query + weights
+    else:
+        # A quantised tile is widened through shared memory.
+        total = Max(loop + weights + QUANTISED * BN * DIM_V * QUERY_BYTES, query)
+    return Formula("shared memory of a CTA, bytes", total + MASK * BM * BN * 4)
 
 
-def registers() -> sympy.Expr:
-    """Live 32-bit registers of one thread: output accumulator, Q operand, logits and probabilities, addresses."""
-    return (BM * DV + BM * DK * QB / 4 + 2 * BM * BN) / (W * WARP) + _OTHER_REGISTERS
+@functools.cache
+def registers(unit: str) -> Formula:
+    """Estimated 32-bit registers of one thread.
+
+    Live across the loop: the accumulator, the query operand, logits and weights. In the loop: a key or value operand,
+    half of which is live on average, and 64-bit addresses of 16-byte pieces. Warps beyond those that cover the rows
+    share an operand's columns, except in ``wmma``, where every warp holds the whole operand, each half-wave a copy.
+    A quantised element is unpacked to 32 bits; an element of an explicit mask has a 64-bit address.
+    """
+    threads = WARPS * WARP_WIDTH
+    widest = Max(DIM_QK, V_TILES * DIM_V)
+    words = BN * widest * QUERY_BYTES / 4
+    held = BM * DIM_V + BM * BN * 3 / 2 + MASK * BM * BN * 2
+    addresses = TILE_BYTES / 16 * 2 / 2
+    if unit == "wgmma":
+        return Formula("registers of a thread", 40 + (held + addresses) / threads)
+    held += BM * DIM_QK * QUERY_BYTES / 4
+    unpacked = QUANTISED * BN * widest
+    if unit == "wmma":
+        return Formula("registers of a thread", 40 + held / threads + words * 5 / 2 / 16 + unpacked / threads)
+    operand = words / 2 / (WARP_WIDTH * SPREAD)
+    return Formula("registers of a thread", 40 + (held + addresses + unpacked) / threads + operand)
 
 
-def values_of(config: TileConfig, problem: Problem, limits: Limits) -> dict[str, int]:
-    """The numbers of one config, by symbol name."""
+def tile_values(config: TileConfig, problem: Problem, limits: Limits) -> dict[str, float]:
+    """The numbers of one tile, by name."""
     return {
         "block_m": config.block_m,
         "block_n": config.block_n,
@@ -81,23 +127,7 @@ def values_of(config: TileConfig, problem: Problem, limits: Limits) -> dict[str,
         "query_bytes": problem.query_bytes,
         "kv_bytes": problem.kv_bytes,
         "v_tiles": 0 if problem.v_is_view_of_k else 1,
+        "quantised": int(problem.quantised),
+        "mask": int(problem.mask),
         "warp_width": limits.warp_width,
     }
-
-
-# Addresses, running maximum and sum, loop state: what compiled decode kernels hold beside their tiles.
-_OTHER_REGISTERS = 40
-
-
-@functools.cache
-def _compiled(expression: sympy.Expr) -> Callable[..., float]:
-    return sympy.lambdify([sympy.Symbol(n) for n in _names(expression)], expression.subs(_plain(expression)), "math")
-
-
-@functools.cache
-def _names(expression: sympy.Expr) -> tuple[str, ...]:
-    return tuple(sorted(symbol.name for symbol in expression.free_symbols))
-
-
-def _plain(expression: sympy.Expr) -> dict[sympy.Symbol, sympy.Symbol]:
-    return {symbol: sympy.Symbol(symbol.name) for symbol in expression.free_symbols}

@@ -1,18 +1,21 @@
-"""From an attention spec and a device profile to ranked tiles."""
+"""TileLayoutOptimizer: from an attention spec and a device profile to ranked tiles."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-
-import sympy
+import math
+from collections.abc import Iterator
 
 from tcport.device.profile import DeviceProfile
 from tcport.errors import NoTileError
-from tcport.ir import BATCH, AttentionSpec, CeilDiv, Dim, TileConfig
-from tcport.tiling.constraints import constraints, shared_bytes, values_of
+from tcport.ir import AttentionSpec, Dim, TileConfig
+from tcport.tiling.constraints import Constraint, constraints, tile_values
+from tcport.tiling.cost import cost_model, cost_values
 from tcport.tiling.limits import Limits, limits_of
-from tcport.tiling.problem import Problem, is_symbolic, padded, problem_of
+from tcport.tiling.problem import Problem, padded, problem_of
+from tcport.tiling.splits import split_count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,73 +23,143 @@ class Ranking:
     """Tiles for one spec on one device.
 
     Attributes:
-        kernel: ``decode`` or ``prefill``.
+        kernel: ``decode``, ``prefill`` or ``kv_write``.
         configs: legal tiles, best first; never empty.
         rejected: tiles that break a constraint, each with the constraint and its numbers.
-        notes: what was assumed because the profile does not know it.
+        costs: estimated seconds of each of ``configs``.
+        notes: what was assumed because the profile does not know it, and what else a reader should know.
     """
 
     kernel: str
     configs: tuple[TileConfig, ...]
     rejected: tuple[tuple[TileConfig, str], ...]
+    costs: tuple[float, ...] = ()
     notes: tuple[str, ...] = ()
 
 
+@functools.lru_cache(maxsize=4096)
 def rank_tiles(spec: AttentionSpec, profile: DeviceProfile) -> Ranking:
-    """Ranks the tiles that fit the device, best first.
+    """Ranks the tiles that fit the device, best first. The same arguments give the same answer in every process.
 
     Raises:
         ArgumentError: when the spec is impossible.
         NoTileError: when no tile fits.
     """
-    problem, limits = problem_of(spec), limits_of(profile)
-    legal, rejected = [], []
-    for tile in _candidates(problem):
-        config = dataclasses.replace(tile, num_splits=_splits(spec, problem, limits, tile))
-        values = values_of(config, problem, limits)
-        broken = next((c for c in constraints() if not c.holds(values, limits)), None)
-        if broken is None:
-            legal.append(config)
-        else:
-            rejected.append((config, broken.explain(values, limits)))
-    if not legal:
-        raise NoTileError(
-            f"No {problem.kernel} tile fits: {rejected[-1][1]}.", "The PyTorch decomposition takes such a call."
+    return TileLayoutOptimizer(spec, profile).rank()
+
+
+class TileLayoutOptimizer:
+    """Constraints first, then cost, over every tile of one kernel; see ``constraints`` and ``cost``."""
+
+    def __init__(self, spec: AttentionSpec, profile: DeviceProfile) -> None:
+        self.spec = spec
+        self.profile = profile
+        self.problem = problem_of(spec)
+        self.limits = limits_of(profile)
+
+    def rank(self) -> Ranking:
+        """See :func:`rank_tiles`."""
+        if self.profile.vendor == "cpu":
+            return _cpu_ranking(self.problem, self.limits, self.profile)
+        legal: list[TileConfig] = []
+        pressed: list[TileConfig] = []
+        rejected: list[tuple[TileConfig, str]] = []
+        for config in _candidates(self.problem):
+            broken = self._broken(config)
+            if broken is None:
+                legal.append(self._with_splits(config))
+            else:
+                rejected.append((config, broken.explain(self._values(config))))
+                if not broken.hard:
+                    pressed.append(config)
+        notes = self.limits.assumed
+        if not legal and pressed:
+            # A kernel that spills is slow, but it runs; the least pressed tiles go first.
+            pressed.sort(key=lambda config: (self._demand(config)["registers"], _order(config)))
+            legal = [self._with_splits(config) for config in pressed[:4]]
+            rejected = [(config, why) for config, why in rejected if config not in pressed[:4]]
+            notes += ("every tile is expected to spill registers; the least pressed ones are used",)
+            return Ranking(self.problem.kernel, tuple(legal), tuple(rejected), tuple(map(self.cost, legal)), notes)
+        if not legal:
+            raise NoTileError(
+                f"No {self.problem.kernel} tile fits: {rejected[-1][1]}.",
+                "The PyTorch decomposition takes such a call.",
+            )
+        costs = {config: self.cost(config) for config in legal}
+        # Differences below a hundredth are the model's noise: among such equals the leaner tile goes first.
+        legal.sort(key=lambda config: (round(100 * math.log(costs[config])), _order(config)))
+        return Ranking(
+            self.problem.kernel, tuple(legal), tuple(rejected), tuple(costs[config] for config in legal), notes
         )
-    legal.sort(key=lambda config: _preference(config, problem))
-    return Ranking(problem.kernel, tuple(legal), tuple(rejected), limits.assumed)
+
+    def cost(self, config: TileConfig) -> float:
+        """Estimated seconds of the call with this tile; the geometric mean over plausible sizes where some are open."""
+        model = cost_model()
+        times = [model(self._cost_values(config, problem)) for problem in self.problem.scenarios()]
+        return math.exp(sum(map(math.log, times)) / len(times))
+
+    def explain(self, config: TileConfig) -> list[str]:
+        """Every constraint and every term of the cost, with the numbers in."""
+        values = self._values(config)
+        lines = [constraint.explain(values) for constraint in constraints(self.profile, config, self.limits)]
+        return lines + cost_model().explain(self._cost_values(config, self.problem))
+
+    def _broken(self, config: TileConfig) -> Constraint | None:
+        values = self._values(config)
+        broken = [c for c in constraints(self.profile, config, self.limits) if not c.holds(values)]
+        return broken[0] if broken else None
+
+    def _values(self, config: TileConfig) -> dict[str, float]:
+        return tile_values(config, self.problem, self.limits)
+
+    def _demand(self, config: TileConfig) -> dict[str, float]:
+        values = self._values(config)
+        shared, threads, registers = (c.demand(values) for c in constraints(self.profile, config, self.limits))
+        return {"shared": shared, "threads": threads, "registers": min(registers, self.limits.registers_per_thread)}
+
+    def _cost_values(self, config: TileConfig, problem: Problem) -> dict[str, float]:
+        values = cost_values(config, problem, self.profile, self.limits, self._demand(config))
+        return self._values(config) | values | {"splits": config.splits(problem.num_seqs)}
+
+    def _with_splits(self, config: TileConfig) -> TileConfig:
+        return dataclasses.replace(config, num_splits=self._splits(config))
+
+    def _splits(self, config: TileConfig) -> Dim:
+        if self.spec.num_splits is not None:
+            return self.spec.num_splits
+        resident = cost_values(config, self.problem, self.profile, self.limits, self._demand(config))["resident"]
+        return split_count(
+            self.problem,
+            config.block_m,
+            config.block_n,
+            self.limits.compute_units,
+            int(resident),
+            invariant=self.spec.batch_invariant,
+        )
 
 
-def _candidates(problem: Problem) -> list[TileConfig]:
+def _candidates(problem: Problem) -> Iterator[TileConfig]:
+    """Every tile worth asking about. The page size is not among the reasons: a tile may span pages or part of one."""
+    rows = padded(problem.rows)
     if problem.kernel == "decode":
-        rows = [min(padded(problem.rows), 64)]
-        grid = itertools.product(rows, (128, 64, 32, 16), (4, 2, 1, 8), (3, 2, 4, 1))
+        blocks_m = [size for size in (16, 32, 64, 128) if size <= max(16, rows)]
     else:
-        grid = itertools.product((128, 64, 32, 16), (128, 64, 32, 16), (8, 4), (3, 2, 1))
-    return [TileConfig(*sizes) for sizes in grid]
+        blocks_m = [16, 32, 64, 128]
+    grid = itertools.product(blocks_m, (16, 32, 64, 128), (1, 2, 4, 8), (1, 2, 3, 4))
+    return (TileConfig(*sizes) for sizes in grid)
 
 
-def _preference(config: TileConfig, problem: Problem) -> tuple[int, ...]:
-    """Distance in powers of two from the shape that decided the prototypes."""
-    wanted = (16, 64, 2, 3) if problem.kernel == "decode" else (128, 64, 8, 3)
-    given = (config.block_m, config.block_n, config.num_warps, config.num_stages)
-    return (sum(abs(g.bit_length() - w.bit_length()) for g, w in zip(given, wanted, strict=True)), *given)
+def _order(config: TileConfig) -> tuple[int, ...]:
+    """Breaks ties between equal costs: fewer warps, smaller buffers, larger tiles."""
+    return (config.num_warps, config.num_stages, -config.block_n, config.block_m)
 
 
-def _splits(spec: AttentionSpec, problem: Problem, limits: Limits, tile: TileConfig) -> Dim:
-    """CTAs that share one sequence and KV head, so that a small batch still fills the device."""
-    if spec.num_splits is not None:
-        return spec.num_splits
-    if problem.kernel != "decode":
-        return 1
-    shared = shared_bytes().subs({s: values_of(tile, problem, limits)[s.name] for s in shared_bytes().free_symbols})
-    resident = limits.compute_units * max(1, min(2, limits.shared_per_unit // int(shared)))
-    per_sequence = problem.num_kv_heads * -(-problem.rows // tile.block_m)
-    cap = 128 if is_symbolic(problem.max_context) else min(128, -(-int(problem.max_context) // (4 * tile.block_n)))
-    if spec.batch_invariant:
-        return max(1, min(resident // (8 * per_sequence), 16))
-    if not is_symbolic(problem.num_seqs):
-        return max(1, min(resident // (max(1, int(problem.num_seqs)) * per_sequence), cap))
-    # floor(a / b), said with the ceiling that a traced batch size knows how to evaluate.
-    whole = CeilDiv(resident + 1 - per_sequence * BATCH, per_sequence * BATCH)
-    return sympy.Max(1, sympy.Min(cap, whole)) if cap > 1 else 1
+def _cpu_ranking(problem: Problem, limits: Limits, profile: DeviceProfile) -> Ranking:
+    """One tile: keys and values of a block stay in half of a core's second-level cache; splits occupy the cores."""
+    row_bytes = (problem.dim_qk + problem.dim_v) * problem.kv_bytes
+    keys = (profile.l2_bytes or 256 * 1024) // 2 // row_bytes
+    block_n = min(512, max(16, 1 << (keys.bit_length() - 1)))
+    blocks = problem.num_seqs * problem.num_kv_heads
+    splits = max(1, min(limits.compute_units // blocks, problem.max_context // block_n))
+    config = TileConfig(padded(problem.rows), block_n, 1, 1, splits)
+    return Ranking(problem.kernel, (config,), (), (), ("the CPU's kernels take the block of keys and the splits",))

@@ -10,12 +10,25 @@ from tcport.errors import ArgumentError
 from tcport.ir import AttentionSpec, Dim
 
 MAX_HEAD_DIM = 1024
+
+# What a symbolic size is taken for where a number is needed: a serving step of the middling kind.
+NOMINAL_SEQS, NOMINAL_TOKENS_PER_SEQ, NOMINAL_CONTEXT = 16, 256, 4096
+
 _BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1}
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Sizes of one attention call; head dims are padded to the power of two that a tile spans."""
+    """Sizes of one attention call, as a tile sees them.
+
+    Attributes:
+        rows: query heads of one KV head: the rows that one query token brings.
+        dim_qk, dim_v: head dims as tiles span them, in powers of two.
+        query_bytes: bytes of one element of the dtype that products are taken in.
+        kv_bytes: bytes of one element of the cache.
+        run_bytes: bytes of one KV head that lie together in memory: a token's, or a page's in a head-major cache.
+        open_batch, open_context: the size is symbolic, and ``num_seqs``/``max_context`` is nominal.
+    """
 
     kernel: str
     rows: int
@@ -23,12 +36,30 @@ class Problem:
     dim_v: int
     query_bytes: int
     kv_bytes: int
+    run_bytes: int
+    quantised: bool
+    mask: bool
     v_is_view_of_k: bool
+    causal: bool
     num_kv_heads: int
-    num_seqs: Dim
-    num_tokens: Dim
-    max_context: Dim
-    page_size: int
+    num_seqs: int
+    num_tokens: int
+    max_context: int
+    open_batch: bool
+    open_context: bool
+
+    def scenarios(self) -> tuple[Problem, ...]:
+        """The problem at the sizes it may meet: itself, or a spread of batches and lengths where they are open."""
+        if not (self.open_batch or self.open_context):
+            return (self,)
+        batches = (1, 8, 64, 256) if self.open_batch else (self.num_seqs,)
+        contexts = (512, NOMINAL_CONTEXT, 32768) if self.open_context else (self.max_context,)
+        per_seq = self.num_tokens / self.num_seqs
+        return tuple(
+            dataclasses.replace(self, num_seqs=seqs, num_tokens=max(1, round(per_seq * seqs)), max_context=context)
+            for seqs in batches
+            for context in contexts
+        )
 
 
 def problem_of(spec: AttentionSpec) -> Problem:
@@ -46,20 +77,42 @@ def problem_of(spec: AttentionSpec) -> Problem:
         raise ArgumentError(
             f"The spec has head dims {spec.head_dim_qk} and {spec.head_dim_v}.", f"They must be 1 to {MAX_HEAD_DIM}."
         )
+    query_bytes, kv_bytes = dtype_bytes(spec.query_dtype), dtype_bytes(spec.kv_dtype)
+    main, rest = split_head_dim(spec.head_dim_qk)
+    dim_v = padded(spec.head_dim_v)
+    page_run = spec.k_layout.page_size if spec.k_layout.head_major else 1
+    # A batch-invariant call must get one tile and one split count whatever its batch: it never sees the sizes.
+    blind = spec.batch_invariant
+    num_seqs = _number(spec.num_seqs, NOMINAL_SEQS, blind)
+    per_seq = 1 if spec.form == "decode" else NOMINAL_TOKENS_PER_SEQ
     return Problem(
         kernel="decode" if spec.form == "decode" else "prefill",
         rows=spec.group_size,
-        dim_qk=padded(spec.head_dim_qk),
-        dim_v=padded(spec.head_dim_v),
-        query_bytes=dtype_bytes(spec.query_dtype),
-        kv_bytes=dtype_bytes(spec.kv_dtype),
-        v_is_view_of_k=spec.v_is_view_of_k,
+        dim_qk=main + rest,
+        dim_v=dim_v,
+        # A 16-bit query against a wider cache is multiplied in fp32.
+        query_bytes=max(query_bytes, kv_bytes),
+        kv_bytes=kv_bytes,
+        run_bytes=page_run * spec.head_dim_qk * kv_bytes,
+        quantised=kv_bytes == 1,
+        mask=spec.mask,
+        v_is_view_of_k=spec.v_is_view_of_k and dim_v == main,
+        causal=spec.causal,
         num_kv_heads=spec.num_kv_heads,
-        num_seqs=spec.num_seqs,
-        num_tokens=spec.num_tokens,
-        max_context=spec.max_context,
-        page_size=spec.k_layout.page_size,
+        num_seqs=num_seqs,
+        num_tokens=_number(spec.num_tokens, num_seqs * per_seq, blind),
+        max_context=_number(spec.max_context, NOMINAL_CONTEXT, blind),
+        open_batch=blind or is_symbolic(spec.num_seqs),
+        open_context=blind or is_symbolic(spec.max_context),
     )
+
+
+def split_head_dim(dim: int) -> tuple[int, int]:
+    """The powers of two that a key tile spans: one, or two where that pads less (576 = 512 + 64, 80 = 64 + 16)."""
+    whole = padded(dim)
+    main = whole // 2
+    rest = padded(dim - main)
+    return (main, rest) if main >= 16 and main + rest < whole else (whole, 0)
 
 
 def padded(size: int) -> int:
@@ -68,7 +121,11 @@ def padded(size: int) -> int:
 
 
 def dtype_bytes(dtype: str) -> int:
-    """Bytes of one element of a dtype given by name (``bfloat16`` or ``torch.bfloat16``)."""
+    """Bytes of one element of a dtype given by name (``bfloat16`` or ``torch.bfloat16``).
+
+    Raises:
+        ArgumentError: when tcport does not know the dtype.
+    """
     name = dtype.removeprefix("torch.")
     if name.startswith("float8_"):
         return 1
@@ -79,3 +136,7 @@ def dtype_bytes(dtype: str) -> int:
 
 def is_symbolic(size: Dim) -> bool:
     return isinstance(size, sympy.Expr) and not size.is_number
+
+
+def _number(size: Dim, nominal: int, blind: bool) -> int:
+    return nominal if blind or is_symbolic(size) else max(1, int(size))

@@ -1,0 +1,35 @@
+"""Specs and tiles as plain data, for other processes and for cache keys."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from tcport.ir import AttentionSpec, KVLayout, TileConfig
+
+# Sizes that kernels never specialise on: their value must not make a difference to what is compiled or cached.
+_OPEN_SIZES = {"num_seqs": 4, "num_tokens": 64, "max_context": 1024}
+
+
+def spec_data(spec: AttentionSpec) -> dict[str, Any]:
+    """The compile-relevant part of a spec; sizes that stay open are set to placeholders, symbolic strides to None."""
+    data = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)} | _OPEN_SIZES
+    for name in ("k_layout", "v_layout"):
+        layout = dataclasses.asdict(data[name])
+        data[name] = {key: value if isinstance(value, int) else None for key, value in layout.items()}
+    return data
+
+
+def spec_of(data: dict[str, Any]) -> AttentionSpec:
+    layouts = {name: KVLayout(**data[name]) for name in ("k_layout", "v_layout")}
+    return AttentionSpec(**{**data, **layouts})
+
+
+def config_data(config: TileConfig) -> dict[str, Any]:
+    """A tile; of its split count only whether there is one, which is all that the compiled code knows."""
+    split = not (isinstance(config.num_splits, int) and config.num_splits == 1)
+    return {**dataclasses.asdict(config), "num_splits": 4 if split else 1}
+
+
+def config_of(data: dict[str, Any]) -> TileConfig:
+    return TileConfig(**data)
