@@ -15,7 +15,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tcport.tiling.launches import Launch, attention_call, record
+import triton
+from triton.backends.compiler import GPUTarget
+
+from tcport.kernels.offline import Launch, compile_launch, record
+from tcport.tiling.example import attention_call
 from tcport.tiling.wire import config_of, spec_of
 
 
@@ -29,25 +33,15 @@ def main() -> None:
         print(json.dumps(answer), flush=True)
 
 
-def _launches(request: dict[str, Any]) -> tuple[Launch, ...]:
+def _launches(request: dict[str, Any]) -> list[Launch]:
     module, name = request["entry"].split(":")
-    function = getattr(importlib.import_module(module), name)
-    return record(function, attention_call(spec_of(request["spec"])), config_of(request["config"]))
+    entry = getattr(importlib.import_module(module), name)
+    return record(entry, attention_call(spec_of(request["spec"])), config_of(request["config"]))
 
 
 def _compile(launch: Launch, target: list[Any]) -> dict[str, Any]:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    source = ASTSource(
-        launch.kernel,
-        dict(launch.signature),
-        dict(launch.constants),
-        {(index,): [["tt.divisibility", 16]] for index in launch.aligned},
-    )
     backend, arch, warp_width = target
-    compiled = triton.compile(source, target=GPUTarget(backend, arch, warp_width), options=dict(launch.options))
+    compiled = compile_launch(launch, GPUTarget(backend, arch, warp_width))
     read = _nvidia_resources if backend == "cuda" else _amd_resources
     return {
         "kernel": compiled.metadata.name,
@@ -59,8 +53,6 @@ def _compile(launch: Launch, target: list[Any]) -> dict[str, Any]:
 
 def _nvidia_resources(compiled: Any) -> dict[str, int]:
     """Registers of a thread and bytes of its stack (spills and local arrays), from the cubin."""
-    import triton
-
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])

@@ -27,6 +27,12 @@ SPREAD = Max(1, 16 * WARPS / BM)
 TILE_BYTES = BN * (DIM_QK + V_TILES * DIM_V) * KV_BYTES
 
 
+_THREADS = Formula("threads of a CTA", WARPS * WARP_WIDTH)
+
+# Reductions across warps and page ids on their way to another layout.
+_SCRATCH = 256
+
+
 @dataclasses.dataclass(frozen=True)
 class Constraint:
     """``demand <= limit``.
@@ -47,22 +53,38 @@ class Constraint:
         return f"{self.demand.explain(values)}: {verdict} the limit of {self.limit}"
 
 
-def constraints(profile: DeviceProfile, config: TileConfig, limits: Limits) -> tuple[Constraint, ...]:
-    """Every constraint on a tile, most telling first. The expressions depend on how the device multiplies matrices."""
+def constraints(profile: DeviceProfile, config: TileConfig, problem: Problem, limits: Limits) -> tuple[Constraint, ...]:
+    """Shared memory, threads and registers. The expressions depend on how the device multiplies matrices."""
+    unit = matrix_unit(profile, config, problem)
     return (
-        Constraint(shared_memory(matrix_unit(profile, config)), limits.shared_per_cta),
-        Constraint(Formula("threads of a CTA", WARPS * WARP_WIDTH), limits.threads_per_cta),
-        Constraint(registers(matrix_unit(profile, config)), limits.registers_per_thread, hard=False),
+        Constraint(shared_memory(unit), limits.shared_per_cta),
+        Constraint(_THREADS, limits.threads_per_cta),
+        Constraint(registers(unit), limits.registers_per_thread, hard=False),
     )
 
 
-def matrix_unit(profile: DeviceProfile, config: TileConfig) -> str:
-    """How this tile's products are computed: ``wgmma``, ``mma`` (operands in registers), ``mfma`` or ``wmma``."""
+def matrix_unit(profile: DeviceProfile, config: TileConfig, problem: Problem) -> str:
+    """How this tile's products are computed.
+
+    ``wgmma`` (operands in shared memory), ``mma`` (operands in registers), AMD's ``mfma`` and ``wmma``, or ``fma``: the
+    vector lanes, for fp32 in full precision and for bf16 on a device whose matrix units lack it.
+    """
+    if vector_products(profile, problem):
+        return "fma"
     if profile.vendor == "amd":
         return "mfma" if (profile.mma_atom or "mfma") == "mfma" else "wmma"
     if profile.mma_atom in ("wgmma", "tcgen05") and config.block_m >= 64 and config.num_warps % 4 == 0:
         return "wgmma"
     return "mma"
+
+
+def vector_products(profile: DeviceProfile, problem: Problem) -> bool:
+    """Whether products run on the vector lanes in fp32 rather than on matrix units."""
+    if profile.vendor == "amd" and profile.mma_atom == "mfma":
+        return False  # has fp32 matrix instructions
+    if profile.vendor == "nvidia" and profile.async_copy == "none":
+        return True  # Triton uses matrix instructions from sm_80 on
+    return problem.query_bytes > 2 or (problem.bf16 and profile.flags.get("bf16") is False)
 
 
 @functools.cache
@@ -75,7 +97,7 @@ def shared_memory(unit: str) -> Formula:
     on AMD it passes through before. Probabilities are exchanged through it unless every warp has rows to itself, and
     the elements of an explicit mask change their layout in it.
     """
-    largest = Max(DIM_QK, V_TILES * DIM_V) * BN * KV_BYTES
+    largest = Max(DIM_QK, V_TILES * DIM_V) * BN * QUERY_BYTES
     # One formula for all stage counts: at one stage the first term vanishes and the second stands.
     buffers = STAGES - 1 if unit != "wgmma" else STAGES * Min(1, STAGES - 1)
     loop = Max(buffers * TILE_BYTES, largest)
@@ -83,12 +105,12 @@ def shared_memory(unit: str) -> Formula:
     weights = BM * BN * QUERY_BYTES * Min(1, floor(16 * WARPS / BM))
     if unit == "wgmma":
         total = loop + query
-    elif unit == "mma":
+    elif unit in ("mma", "fma"):
         total = loop + query + weights
     else:
         # A quantised tile is widened through shared memory.
         total = Max(loop + weights + QUANTISED * BN * DIM_V * QUERY_BYTES, query)
-    return Formula("shared memory of a CTA, bytes", total + MASK * BM * BN * 4)
+    return Formula("shared memory of a CTA, bytes", total + MASK * BM * BN * 4 + _SCRATCH)
 
 
 @functools.cache
@@ -106,13 +128,15 @@ def registers(unit: str) -> Formula:
     held = BM * DIM_V + BM * BN * 3 / 2 + MASK * BM * BN * 2
     addresses = TILE_BYTES / 16 * 2 / 2
     if unit == "wgmma":
-        return Formula("registers of a thread", 40 + (held + addresses) / threads)
+        return Formula("registers of a thread", 80 + (held + addresses) / threads)
     held += BM * DIM_QK * QUERY_BYTES / 4
     unpacked = QUANTISED * BN * widest
     if unit == "wmma":
         return Formula("registers of a thread", 40 + held / threads + words * 5 / 2 / 16 + unpacked / threads)
     operand = words / 2 / (WARP_WIDTH * SPREAD)
-    return Formula("registers of a thread", 40 + (held + addresses + unpacked) / threads + operand)
+    live = (held + addresses + unpacked) / threads + operand
+    # On vector lanes every product has its operands in registers of its own.
+    return Formula("registers of a thread", 40 + (2 * live if unit == "fma" else live))
 
 
 def tile_values(config: TileConfig, problem: Problem, limits: Limits) -> dict[str, float]:

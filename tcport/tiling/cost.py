@@ -15,14 +15,26 @@ from sympy import Max, Min, Rational, ceiling, log
 
 from tcport.device.profile import DeviceProfile
 from tcport.ir import TileConfig
-from tcport.tiling.constraints import BM, BN, DIM_QK, DIM_V, SPREAD, STAGES, TILE_BYTES, WARP_WIDTH, WARPS, matrix_unit
+from tcport.tiling.constraints import (
+    BM,
+    BN,
+    DIM_QK,
+    DIM_V,
+    SPREAD,
+    STAGES,
+    TILE_BYTES,
+    WARP_WIDTH,
+    WARPS,
+    matrix_unit,
+    vector_products,
+)
 from tcport.tiling.formula import Formula, size
 from tcport.tiling.limits import Limits
 from tcport.tiling.problem import Problem
 
 UNITS, RESIDENT, BLOCKS, SPLITS, KEYS = size("units"), size("resident"), size("blocks"), size("splits"), size("keys")
 BANDWIDTH, RUN, FLOPS, CLOCK = size("bandwidth"), size("run_bytes"), size("flops"), size("clock")
-RESULTS = size("result_bytes")
+RESULTS, READERS = size("result_bytes"), size("readers")
 
 # Seconds or cycles, from published microbenchmarks of GPUs of this decade and the launch costs of CUDA and HIP.
 _MEMORY_LATENCY = 0.8e-6
@@ -33,6 +45,7 @@ _EXCHANGE_CYCLES = 250
 _SOFTMAX_CYCLES_PER_ELEMENT = 12
 _LANES = 128  # fp32 lanes of one unit on every device of the catalogue but the smallest
 _IMPERFECT = 1 / 16
+_CACHE_SHARE = 0.4
 _SECTOR = 32  # bytes: a run shorter than a few sectors wastes part of each access
 
 
@@ -59,7 +72,9 @@ def cost_model() -> CostModel:
     # A last wave that is not full still costs most of a wave, and less than a whole one.
     waves = Max(1, (ceiling(work / (RESIDENT * UNITS)) + work / (RESIDENT * UNITS)) / 2)
     tiles = ceiling(KEYS / (BN * SPLITS))
-    memory = TILE_BYTES * running * (RUN + _SECTOR) / (RUN * BANDWIDTH)
+    # Blocks of rows that read the same keys at the same time are served by the cache, at a few times the bandwidth.
+    fetched = Max(1 / READERS, _CACHE_SHARE)
+    memory = fetched * TILE_BYTES * running * (RUN + _SECTOR) / (RUN * BANDWIDTH)
     # Narrow tiles and few rows per warp read their operands more often than they multiply.
     reuse = (BN + 16) / BN * (1 + 8 / Max(16, BM / WARPS))
     matrix = 2 * BM * BN * (DIM_QK + DIM_V) * reuse * per_unit * UNITS / FLOPS
@@ -99,25 +114,27 @@ def cost_values(
     tokens = max(1, config.block_m // problem.rows)
     head_blocks = -(-problem.rows // config.block_m)
     if problem.kernel == "decode":
-        blocks, keys = problem.num_seqs, problem.max_context
+        blocks, keys, readers = problem.num_seqs, problem.max_context, head_blocks
     else:
         blocks = problem.num_tokens // tokens + problem.num_seqs
         # Causal blocks see on average the middle between the cached context and the end of their own tokens.
         own_tokens = problem.num_tokens / problem.num_seqs
+        readers = max(1.0, blocks / problem.num_seqs) * head_blocks
         keys = max(1.0, problem.max_context - (own_tokens / 2 if problem.causal else 0))
     units, clock = limits.compute_units, profile.clock_hz or 1.5e9
     bandwidth = profile.memory_bandwidth or units * 2.0e10
     # Unknown peak: the slower of the rates that current targets have.
     flops = profile.matrix_flops or units * clock * 512
-    if problem.query_bytes > 2:
-        flops /= 8  # fp32 products in full precision run on the vector lanes
-    elif matrix_unit(profile, config) == "mma" and profile.mma_atom in ("wgmma", "tcgen05"):
+    if vector_products(profile, problem):
+        flops = units * clock * 2 * _LANES
+    elif matrix_unit(profile, config, problem) == "mma" and profile.mma_atom in ("wgmma", "tcgen05"):
         flops *= 0.6 if profile.mma_atom == "wgmma" else 0.3  # the warp-level instruction's share of the peak
     return {
         "units": units,
         "resident": resident_ctas(limits, demand),
         "blocks": blocks * problem.num_kv_heads * head_blocks,
         "keys": keys,
+        "readers": readers,
         "bandwidth": bandwidth,
         "run_bytes": problem.run_bytes,
         "flops": flops,

@@ -25,7 +25,7 @@ class Formula:
         """``name: expression = value`` and the numbers that went in."""
         names, _ = _compiled(self.expression)
         numbers = ", ".join(f"{name}={values[name]:g}" for name in names)
-        return f"{self.name}: {self.expression} = {self(values):.4g} with {numbers}"
+        return f"{self.name}: {_printed(self.expression)} = {self(values):.4g} with {numbers}"
 
 
 def size(name: str) -> sympy.Symbol:
@@ -37,3 +37,8 @@ def size(name: str) -> sympy.Symbol:
 def _compiled(expression: sympy.Expr) -> tuple[tuple[str, ...], Callable[..., float]]:
     symbols = sorted(expression.free_symbols, key=lambda symbol: symbol.name)
     return tuple(symbol.name for symbol in symbols), sympy.lambdify(symbols, expression, "math")
+
+
+@functools.cache
+def _printed(expression: sympy.Expr) -> str:
+    return str(expression)

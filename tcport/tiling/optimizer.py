@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from tcport.device.profile import DeviceProfile
 from tcport.errors import NoTileError
 from tcport.ir import AttentionSpec, Dim, TileConfig
-from tcport.tiling.constraints import Constraint, constraints, tile_values
+from tcport.tiling.constraints import Constraint, constraints, tile_values, vector_products
 from tcport.tiling.cost import cost_model, cost_values
 from tcport.tiling.limits import Limits, limits_of
 from tcport.tiling.problem import Problem, padded, problem_of
@@ -54,7 +54,10 @@ class TileLayoutOptimizer:
     def __init__(self, spec: AttentionSpec, profile: DeviceProfile) -> None:
         self.spec = spec
         self.profile = profile
-        self.problem = problem_of(spec)
+        problem = problem_of(spec)
+        if vector_products(profile, problem):
+            problem = dataclasses.replace(problem, query_bytes=max(4, problem.query_bytes))
+        self.problem = problem
         self.limits = limits_of(profile)
 
     def rank(self) -> Ranking:
@@ -64,7 +67,7 @@ class TileLayoutOptimizer:
         legal: list[TileConfig] = []
         pressed: list[TileConfig] = []
         rejected: list[tuple[TileConfig, str]] = []
-        for config in _candidates(self.problem):
+        for config in _candidates(self.problem, self.profile):
             broken = self._broken(config)
             if broken is None:
                 legal.append(self._with_splits(config))
@@ -75,7 +78,7 @@ class TileLayoutOptimizer:
         notes = self.limits.assumed
         if not legal and pressed:
             # A kernel that spills is slow, but it runs; the least pressed tiles go first.
-            pressed.sort(key=lambda config: (self._demand(config)["registers"], _order(config)))
+            pressed.sort(key=lambda config: (self._pressure(config), _order(config)))
             legal = [self._with_splits(config) for config in pressed[:4]]
             rejected = [(config, why) for config, why in rejected if config not in pressed[:4]]
             notes += ("every tile is expected to spill registers; the least pressed ones are used",)
@@ -101,12 +104,14 @@ class TileLayoutOptimizer:
     def explain(self, config: TileConfig) -> list[str]:
         """Every constraint and every term of the cost, with the numbers in."""
         values = self._values(config)
-        lines = [constraint.explain(values) for constraint in constraints(self.profile, config, self.limits)]
+        lines = [
+            constraint.explain(values) for constraint in constraints(self.profile, config, self.problem, self.limits)
+        ]
         return lines + cost_model().explain(self._cost_values(config, self.problem))
 
     def _broken(self, config: TileConfig) -> Constraint | None:
         values = self._values(config)
-        broken = [c for c in constraints(self.profile, config, self.limits) if not c.holds(values)]
+        broken = [c for c in constraints(self.profile, config, self.problem, self.limits) if not c.holds(values)]
         return broken[0] if broken else None
 
     def _values(self, config: TileConfig) -> dict[str, float]:
@@ -114,8 +119,13 @@ class TileLayoutOptimizer:
 
     def _demand(self, config: TileConfig) -> dict[str, float]:
         values = self._values(config)
-        shared, threads, registers = (c.demand(values) for c in constraints(self.profile, config, self.limits))
+        shared, threads, registers = (
+            c.demand(values) for c in constraints(self.profile, config, self.problem, self.limits)
+        )
         return {"shared": shared, "threads": threads, "registers": min(registers, self.limits.registers_per_thread)}
+
+    def _pressure(self, config: TileConfig) -> float:
+        return constraints(self.profile, config, self.problem, self.limits)[-1].demand(self._values(config))
 
     def _cost_values(self, config: TileConfig, problem: Problem) -> dict[str, float]:
         values = cost_values(config, problem, self.profile, self.limits, self._demand(config))
@@ -138,14 +148,16 @@ class TileLayoutOptimizer:
         )
 
 
-def _candidates(problem: Problem) -> Iterator[TileConfig]:
+def _candidates(problem: Problem, profile: DeviceProfile) -> Iterator[TileConfig]:
     """Every tile worth asking about. The page size is not among the reasons: a tile may span pages or part of one."""
     rows = padded(problem.rows)
     if problem.kernel == "decode":
         blocks_m = [size for size in (16, 32, 64, 128) if size <= max(16, rows)]
     else:
         blocks_m = [16, 32, 64, 128]
-    grid = itertools.product(blocks_m, (16, 32, 64, 128), (1, 2, 4, 8), (1, 2, 3, 4))
+    # Without an asynchronous copy NVIDIA's back end builds no pipeline, whatever the number of stages.
+    stages = (1,) if profile.vendor == "nvidia" and profile.async_copy == "none" else (1, 2, 3, 4)
+    grid = itertools.product(blocks_m, (16, 32, 64, 128), (1, 2, 4, 8), stages)
     return (TileConfig(*sizes) for sizes in grid)
 
 

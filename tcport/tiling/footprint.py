@@ -1,0 +1,222 @@
+"""What compiled kernels really take: compiled out of process for any target, read back, kept on disk.
+
+The compiler itself never checks a device's limits: a kernel that asks for more shared memory than the device has
+compiles, and fails at its first launch. Here it fails at plan time, with the numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tcport.device.profile import DeviceProfile
+from tcport.ir import AttentionSpec, TileConfig
+from tcport.tiling.limits import limits_of
+from tcport.tiling.wire import config_data, spec_data
+
+ENTRIES = {
+    "decode": "tcport.kernels.triton_decode:paged_decode",
+    "prefill": "tcport.kernels.triton_prefill:paged_prefill",
+}
+"""Kernel name of a ranking -> where its entry function lies."""
+
+_TIMEOUT = 300  # seconds for one kernel; spilling tiles take the compilers up to twenty
+
+
+@dataclasses.dataclass(frozen=True)
+class Footprint:
+    """What one compiled kernel takes.
+
+    Attributes:
+        shared: bytes of shared memory of one CTA, the compiler's scratch included.
+        registers: 32-bit vector registers of one thread.
+        spill: bytes of one thread's registers that went to memory.
+        threads: threads of one CTA.
+    """
+
+    kernel: str
+    shared: int
+    registers: int
+    spill: int
+    threads: int
+
+    def over_limit(self, profile: DeviceProfile) -> str | None:
+        """The first limit of the device that this kernel exceeds, with both numbers; None when it fits."""
+        limits = limits_of(profile)
+        pairs = (
+            ("bytes of shared memory", self.shared, limits.shared_per_cta),
+            ("threads", self.threads, limits.threads_per_cta),
+            ("registers of a CTA", self.registers * self.threads, limits.registers_per_unit),
+        )
+        for what, used, limit in pairs:
+            if used > limit:
+                return f"{self.kernel} needs {used} {what}; the device has {limit}"
+        return None
+
+    def __str__(self) -> str:
+        spill = f", {self.spill} bytes spilled" if self.spill else ""
+        return f"{self.kernel}: {self.shared} bytes shared, {self.registers} registers x {self.threads} threads{spill}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """The footprints of everything one call launches, or why there are none."""
+
+    footprints: tuple[Footprint, ...] = ()
+    error: str | None = None
+
+    @property
+    def spill(self) -> int:
+        return max((footprint.spill for footprint in self.footprints), default=0)
+
+    def over_limit(self, profile: DeviceProfile) -> str | None:
+        reasons = (footprint.over_limit(profile) for footprint in self.footprints)
+        return next((reason for reason in reasons if reason), None)
+
+
+def compile_target(profile: DeviceProfile) -> tuple[str, int | str, int] | None:
+    """Triton's backend, architecture and warp width for a device; None where this Triton has no compiler for it."""
+    arch = profile.arch or ""
+    if profile.vendor == "nvidia" and (match := re.fullmatch(r"sm_(\d+)[af]?", arch)):
+        return ("cuda", int(match[1]), 32)
+    if profile.vendor == "amd" and arch.startswith("gfx"):
+        return ("hip", arch, profile.warp_width or (64 if arch.startswith("gfx9") else 32))
+    return None
+
+
+def measure(
+    spec: AttentionSpec,
+    configs: Sequence[TileConfig],
+    profile: DeviceProfile,
+    entry: str | None = None,
+    cache: Path | None = None,
+) -> list[Compiled]:
+    """Compiles a kernel for a device's target with each tile and reads back what it takes.
+
+    Args:
+        entry: ``module:function`` of the kernel entry; None: the spec's own.
+        cache: folder for results; None: :func:`cache_folder`.
+
+    Returns:
+        One result per tile. A tile that does not compile, or aborts the compiler, has an ``error``.
+    """
+    target = compile_target(profile)
+    if target is None:
+        return [Compiled(error=f"no compiler for {profile.vendor} {profile.arch}")] * len(configs)
+    entry = entry or ENTRIES["decode" if spec.form == "decode" else "prefill"]
+    shared = {"entry": entry, "spec": spec_data(spec), "target": list(target)}
+    requests = [shared | {"config": config_data(config)} for config in configs]
+    folder = cache or cache_folder()
+    paths = [folder / f"{_key(request)}.json" for request in requests]
+    answers: dict[Path, dict[str, Any]] = {path: known for path in paths if (known := _load(path)) is not None}
+    missing = {path: request for path, request in zip(paths, requests, strict=True) if path not in answers}
+    for path, answer in zip(missing, _run_workers(list(missing.values())), strict=True):
+        answers[path] = answer
+        _store(path, answer)
+    return [_compiled(answers[path]) for path in paths]
+
+
+def cache_folder() -> Path:
+    """Where footprints are kept: ``TCPORT_CACHE_DIR``, else the user's cache folder."""
+    root = os.environ.get("TCPORT_CACHE_DIR")
+    if root is None:
+        root = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "tcport")
+    return Path(root) / "footprints"
+
+
+def _run_workers(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One process for all; after one that died, another for what the dead one left."""
+    answers: list[dict[str, Any]] = []
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    while len(answers) < len(requests):
+        rest = requests[len(answers) :]
+        lines, failure = _run_worker(rest, environment)
+        answers += [json.loads(line) for line in lines]
+        if failure and len(answers) < len(requests):
+            answers.append({"error": failure})
+    return answers
+
+
+def _run_worker(requests: list[dict[str, Any]], environment: dict[str, str]) -> tuple[list[str], str]:
+    command = [sys.executable, "-m", "tcport.tiling.compile_worker"]
+    text = "".join(json.dumps(request) + "\n" for request in requests)
+    try:
+        done = subprocess.run(
+            command, input=text, capture_output=True, text=True, env=environment, timeout=_TIMEOUT * len(requests)
+        )
+    except subprocess.TimeoutExpired as error:
+        partial = error.stdout or ""
+        partial = partial.decode() if isinstance(partial, bytes) else partial
+        return [line for line in partial.split("\n")[:-1] if line], "the compiler did not finish in time"
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode == 0 and len(lines) == len(requests):
+        return lines, ""
+    last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "no message")
+    return lines, f"the compiler's process ended with code {done.returncode}: {last}"
+
+
+def _key(request: dict[str, Any]) -> str:
+    versions = [_version("triton"), _sources(request["entry"].split(":")[0])]
+    return hashlib.sha256(json.dumps([request, versions], sort_keys=True).encode()).hexdigest()
+
+
+@functools.cache
+def _sources(module: str) -> str:
+    """Hash of every source file beside a kernel's: a kernel calls helpers from its neighbours."""
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        return "unknown module"
+    digest = hashlib.sha256()
+    for path in sorted(Path(spec.origin).parent.glob("*.py")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+@functools.cache
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _load(path: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # not there, not readable, or cut off: compile again
+        return None
+
+
+def _store(path: Path, answer: dict[str, Any]) -> None:
+    """Published by renaming, so that a reader never sees half a file. A folder that cannot be written costs time only.
+
+    A process that died is not remembered: the machine may have been out of memory.
+    """
+    if "the compiler" in answer.get("error", ""):
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+            json.dump(answer, file)
+        os.replace(file.name, path)
+    except OSError:
+        return
+
+
+def _compiled(answer: dict[str, Any]) -> Compiled:
+    if "error" in answer:
+        return Compiled(error=answer["error"])
+    return Compiled(tuple(Footprint(**launch) for launch in answer["launches"]))
