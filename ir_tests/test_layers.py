@@ -37,6 +37,8 @@ LAYERS = {
     "tcport.backend": 4,
     "tcport.compilation": 4,
     "tcport.history": 4,
+    "tcport.chain": 4,
+    "tcport.attention_only": 4,
     "tcport.explainer": 4,
     "tcport.runtime": 4,
     "tcport.aot": 4,

@@ -50,11 +50,10 @@ class NodeChoice:
     profile: DeviceProfile
 
 
-OPERATORS: tuple[Operator, ...] = (
-    Operator("paged_attention", AttentionCall.of, attention_spec),
-    Operator("kv_write", WriteCall.of, write_spec),
-    Operator("merge_states", MergeCall.of, merge_spec),
-)
+PAGED_ATTENTION = Operator("paged_attention", AttentionCall.of, attention_spec)
+KV_WRITE = Operator("kv_write", WriteCall.of, write_spec)
+MERGE_STATES = Operator("merge_states", MergeCall.of, merge_spec)
+OPERATORS = (PAGED_ATTENTION, KV_WRITE, MERGE_STATES)
 
 
 def operator_of(node: torch.fx.Node) -> Operator | None:
@@ -77,9 +76,9 @@ def choose(operator: Operator, call: Any, profile: DeviceProfile, kernel: str | 
     return NodeChoice(operator, spec, select(operator.name, spec, profile, kernel=kernel), profile)
 
 
-def call_of_node(operator: Operator, node: torch.fx.Node) -> Any:
-    """The call a node makes, on the fake tensors of its inputs' ``meta["val"]``."""
-    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+def call_of_node(operator: Operator, node: torch.fx.Node, value: str = "val") -> Any:
+    """The call a node makes, on the fake tensors that its inputs' ``meta`` holds under the name ``value``."""
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta[value])
     return operator.call(*args, **kwargs)
 
 

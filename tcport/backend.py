@@ -9,6 +9,7 @@ import torch
 import torch.fx
 
 from tcport import _inductor, history, ops
+from tcport.attention_only import attention_only
 from tcport.compilation import compile_graph
 from tcport.errors import OptionError, TcportError
 from tcport.invalid import first_invalid_call
@@ -58,8 +59,7 @@ def compile_adapted(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], opt
         raise invalid
     report = GraphReport()
     if options.level == "attention":
-        report.notes.append("level='attention': everything but attention and cache writes runs eagerly")
-        compiled: Callable[..., Any] = gm.forward
+        compiled = attention_only(gm, options, report)
     else:
         compiled = compile_graph(gm, example_inputs, options, report)
     history.record(report, options)

@@ -112,7 +112,7 @@ class _Attempt:
         chain = [c for c in choice.selection.candidates if f"{c.kernel}/{c.tier}" not in self.skipped]
         chosen = chain[0]
         self.emitted.append(chosen)
-        self.report.nodes.append(_node_report(operator, node, choice, chain))
+        self.report.nodes.append(node_report(node, choice, chain))
         self.cache_sizes |= {dim(cache.numel()) for cache in operator.caches(call)}
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -129,7 +129,8 @@ class _Attempt:
                 self.report.clones.append(CacheClone(buffer.name, buffer.bytes, origin))
 
 
-def _node_report(operator: Operator, node: torch.fx.Node, choice: NodeChoice, chain: list[Candidate]) -> NodeReport:
+def node_report(node: torch.fx.Node, choice: NodeChoice, chain: list[Candidate]) -> NodeReport:
+    """What the report says of a node whose chain, failed links left out, is ``chain``."""
     chosen = chain[0]
     rejected = [
         Rejected(r.kernel, r.reason, str(r.config) if r.config else "") for r in choice.selection.rejections
@@ -140,7 +141,7 @@ def _node_report(operator: Operator, node: torch.fx.Node, choice: NodeChoice, ch
     ]
     return NodeReport(
         node=node.name,
-        op=operator.name,
+        op=choice.operator.name,
         device=_device_line(choice.profile),
         kernel=chosen.kernel,
         tier=chosen.tier,

@@ -7,20 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tcport import checks, ops
-from tcport.kernels import blocked, decomposition
-from tcport.kernels.call import AttentionCall, WriteCall
+from tcport import chain, checks, ops
+from tcport.lowering.operators import KV_WRITE, PAGED_ATTENTION
 
 
 def _paged_attention(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
     checks.check_paged_attention(*args, **options)
-    return blocked.paged_attention(AttentionCall.of(*args, **options))
+    return chain.run(PAGED_ATTENTION, PAGED_ATTENTION.call(*args, **options))
 
 
 def _kv_write(*args: Any, **options: Any) -> None:
     checks.check_kv_write(*args, **options)
     with torch.no_grad():
-        decomposition.kv_write(WriteCall.of(*args, **options))
+        chain.run(KV_WRITE, KV_WRITE.call(*args, **options))
 
 
 ops.LIBRARY.impl("paged_attention", _paged_attention, "CompositeExplicitAutograd")

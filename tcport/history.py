@@ -1,4 +1,4 @@
-"""The reports of the compiles of this process: ``last_report`` and the collector behind ``explain``."""
+"""What happened in this process: reports of compiles, the collector behind ``explain``, fallbacks of eager calls."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import threading
 from collections.abc import Iterator
 
 from tcport.options import Options
-from tcport.report import CompileReport, GraphReport
+from tcport.report import CompileReport, FallbackReason, GraphReport
 
 _lock = threading.Lock()
 _last: CompileReport | None = None
 _collectors: list[CompileReport] = []
+_fallbacks: list[FallbackReason] = []
 
 
 def record(graph: GraphReport, options: Options) -> None:
@@ -28,6 +29,18 @@ def record(graph: GraphReport, options: Options) -> None:
 def last_report() -> CompileReport | None:
     """The report of the newest compile of this process; None before the first."""
     return _last
+
+
+def record_fallback(reason: FallbackReason) -> None:
+    """Note a step down the chain that happened outside any compile."""
+    with _lock:
+        _fallbacks.append(reason)
+
+
+def fallbacks() -> tuple[FallbackReason, ...]:
+    """Every step down the chain that eager calls of this process took, each once."""
+    with _lock:
+        return tuple(_fallbacks)
 
 
 @contextlib.contextmanager

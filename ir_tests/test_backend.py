@@ -1,0 +1,185 @@
+"""The backend end to end on small models: results, options, errors, recompiles, copies, reports."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tcport
+from tcport.errors import HeadRatioError, NoCandidateError, OptionError, PassError, ShapeError
+from tcport.kernels import reference
+
+HEADS, KV_HEADS, DIM, PAGE = 6, 2, 16, 4
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, table: Tensor, lens: Tensor, slots: Tensor
+) -> Tensor:
+    """One layer's worth: write the new token, attend, and something around it for Inductor to fuse."""
+    tcport.kv_write(k * 2, v + 1, kc, vc, slots)
+    return torch.relu(tcport.paged_attention(q * 0.5, kc, vc, table, lens)) + 1
+
+
+def batch(size: int, width: int = 5, seed: int = 0) -> list[Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    pages = size * width + 3
+    table = torch.randperm(pages, generator=rng)[: size * width].reshape(size, width).int()
+    lens = torch.randint(1, width * PAGE + 1, (size,), generator=rng).int()
+    last = lens.long() - 1
+    slots = table.gather(1, (last // PAGE)[:, None]).squeeze(1) * PAGE + last % PAGE
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=rng)
+
+    q, k, v = normal(size, HEADS, DIM), normal(size, KV_HEADS, DIM), normal(size, KV_HEADS, DIM)
+    caches = normal(pages, PAGE, KV_HEADS, DIM), normal(pages, PAGE, KV_HEADS, DIM)
+    return [q, k, v, *caches, table, lens, slots]
+
+
+def expected(args: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Output and both caches, from the fp64 reference on copies."""
+    q, k, v, kc, vc, table, lens, slots = (a.clone() for a in args)
+    reference.kv_write(k * 2, v + 1, kc, vc, slots)
+    out, _ = reference.paged_attention(q * 0.5, kc, vc, table, lens, compute_dtype=torch.float64)
+    return torch.relu(out).float() + 1, kc, vc
+
+
+def check(compiled: Any, args: list[Tensor]) -> None:
+    want = expected(args)
+    torch.testing.assert_close(compiled(*args), want[0], rtol=1e-5, atol=1e-5)
+    assert torch.equal(args[3], want[1])
+    assert torch.equal(args[4], want[2])
+
+
+@pytest.mark.parametrize("options", [{}, {"level": "attention"}, {"kernel": "torch_attention", "strict": True}])
+def test_compiled_equals_the_reference(options: dict[str, Any]) -> None:
+    compiled = torch.compile(attend, backend="tcport", fullgraph=True, dynamic=True, options=options)
+    for size in (3, 2):
+        check(compiled, batch(size, seed=size))
+
+
+def test_reduce_overhead_mode_is_accepted() -> None:
+    """HF's generate passes it by default; options and mode cannot be given together."""
+    check(torch.compile(attend, backend="tcport", fullgraph=True, mode="reduce-overhead"), batch(2))
+
+
+def test_at_most_two_compiles_for_any_batch_of_two_or_more() -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(attend, backend="tcport", fullgraph=True)
+    with tcport.history.collected() as report:
+        for step in range(12):
+            check(compiled, batch(2 + step % 4, seed=step))
+    assert len(report.graphs) <= 2
+
+
+def test_explain_names_kernels_rejections_and_copies() -> None:
+    report = tcport.explain(attend, *batch(3))
+    assert [(n.op, n.kernel, n.tier) for n in report.nodes] == [
+        ("kv_write", "torch_write", "torch"),
+        ("paged_attention", "torch_attention", "torch"),
+    ]
+    reasons = {r.kernel: r.reason for n in report.nodes for r in n.rejected}
+    assert reasons["triton_decode"] == "Triton has no CPU target"
+    assert report.clones == []
+    assert [(p.name, p.matches) for p in report.graphs[0].passes] == [("select_tiles", 1)]
+    assert json.loads(json.dumps(report.to_dict()))["graphs"][0]["nodes"][1]["kernel"] == "torch_attention"
+    text = str(report)
+    assert "paged_attention -> torch_attention [torch]" in text
+    assert "no cache-sized copies" in text
+
+
+def test_a_copy_of_the_cache_is_reported() -> None:
+    def snapshot(q: Tensor, kc: Tensor, vc: Tensor, table: Tensor, lens: Tensor) -> tuple[Tensor, Tensor]:
+        return tcport.paged_attention(q, kc, vc, table, lens), kc.clone()
+
+    args = batch(3)
+    report = tcport.explain(snapshot, args[0], *args[3:7])
+    assert len(report.clones) == 1
+    assert report.clones[0].bytes == args[3].numel() * 4
+    assert "CACHE COPY" in str(report)
+
+
+@pytest.mark.parametrize("level", ["full", "attention"])
+def test_forcing_a_kernel_that_refuses_is_an_error(level: str) -> None:
+    compiled = torch.compile(attend, backend="tcport", options={"kernel": "triton_decode", "level": level})
+    with pytest.raises(NoCandidateError, match="triton_decode: Triton has no CPU target"):
+        compiled(*batch(2))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"kernal": "x"}, "Did you mean 'kernel'"), ({"kernel": "torch_atention"}, "Did you mean torch_attention")],
+)
+def test_a_misspelt_option_reaches_the_user_as_it_is(options: dict[str, Any], said: str) -> None:
+    args = batch(2)
+    before = args[3].clone()
+    with pytest.raises(OptionError, match=said):
+        torch.compile(attend, backend="tcport", options=options)(*args)
+    assert torch.equal(args[3], before)
+
+
+def test_a_bad_call_raises_the_same_error_compiled_and_eager_and_writes_nothing() -> None:
+    for wrong, error in ((0, HeadRatioError), (6, ShapeError)):
+        args = batch(3)
+        args[wrong] = args[wrong][:, :5] if wrong == 0 else args[wrong][:2]
+        before = args[3].clone()
+        messages = []
+        for call in (attend, torch.compile(attend, backend="tcport", fullgraph=True, dynamic=False)):
+            with pytest.raises(error) as caught:
+                call(*(a.clone() if i != 3 else a for i, a in enumerate(args)))
+            messages.append(str(caught.value))
+            args[3].copy_(before)
+        assert messages[0] == messages[1]
+
+
+def test_two_compiles_with_different_options_do_not_share() -> None:
+    forced = torch.compile(attend, backend="tcport", options={"kernel": "torch_attention"})
+    free = torch.compile(attend, backend="tcport")
+    with tcport.history.collected() as first:
+        check(forced, batch(2))
+    with tcport.history.collected() as second:
+        check(free, batch(2))
+    assert first.options == {"kernel": "torch_attention"}
+    assert second.options == {}
+
+
+def test_a_users_pass_runs_and_a_broken_one_is_named() -> None:
+    seen: list[int] = []
+
+    def count_relus(graph: torch.fx.Graph, ctx: tcport.PassContext) -> int:
+        found = graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default)
+        seen.append(len(found))
+        return len(found)
+
+    def broken(graph: torch.fx.Graph, ctx: tcport.PassContext) -> int:
+        raise ValueError("no such node")
+
+    with tcport.registered_pass(count_relus, name="count_relus", after=("select_tiles",)):
+        report = tcport.explain(attend, *batch(2))
+    assert seen == [1]
+    assert [(p.name, p.matches) for p in report.graphs[0].passes] == [("select_tiles", 1), ("count_relus", 1)]
+    with tcport.registered_pass(broken, name="broken"), pytest.raises(PassError, match="'broken' raised ValueError"):
+        tcport.explain(attend, *batch(2))
+
+
+def test_a_users_own_inductor_pass_composes() -> None:
+    calls: list[int] = []
+
+    def mine(graph: torch.fx.Graph) -> None:
+        calls.append(len(graph.nodes))
+
+    report = tcport.explain(attend, *batch(2), explain_options={"post_grad_custom_pre_pass": mine})
+    assert len(calls) == 1
+    assert any("mine has no uuid" in note for note in report.graphs[0].notes)
+
+
+def test_nothing_leaks_into_a_later_plain_inductor_compile() -> None:
+    tcport.explain(attend, *batch(2))
+    with tcport.history.collected() as report:
+        check(torch.compile(attend, backend="inductor", fullgraph=True), batch(3))
+    assert report.graphs == []
+    assert torch._inductor.config.post_grad_custom_pre_pass is None
