@@ -128,7 +128,7 @@ def test_a_bad_call_raises_the_same_error_compiled_and_eager_and_writes_nothing(
         args[wrong] = args[wrong][:, :5] if wrong == 0 else args[wrong][:2]
         before = args[3].clone()
         messages = []
-        for call in (attend, torch.compile(attend, backend="tcport", fullgraph=True, dynamic=False)):
+        for call in (attend, torch.compile(attend, backend="tcport", fullgraph=True, dynamic=True)):
             with pytest.raises(error) as caught:
                 call(*(a.clone() if i != 3 else a for i, a in enumerate(args)))
             messages.append(str(caught.value))

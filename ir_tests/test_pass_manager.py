@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 import torch.fx
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from tcport.device import DeviceProfile
-from tcport.errors import OptionError, PassError, PassOrderError, PassRegistrationError
+from tcport.errors import ArgumentError, OptionError, PassError, PassOrderError, PassRegistrationError
 from tcport.graph_pass import GraphPass, PassContext, register_pass, registered_pass, registered_passes
 from tcport.options import Options
 from tcport.pass_manager import active_passes, ordered, run_passes
@@ -123,3 +126,83 @@ def test_identity_changes_with_source_and_parameters() -> None:
     assert same == GraphPass("p", nothing).identity()
     assert same != GraphPass("p", raises).identity()
     assert same != GraphPass("p", nothing, params=3).identity()
+
+
+def capture(fn: Callable[..., object], *args: torch.Tensor) -> torch.fx.Graph:
+    """A graph whose nodes carry fake values, as a pass sees it."""
+    return make_fx(fn, tracing_mode="fake")(*args).graph
+
+
+def find(graph: torch.fx.Graph, name: str) -> torch.fx.Node:
+    return next(node for node in graph.nodes if name in str(node.target))
+
+
+def writes(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    x.add_(1)
+    y.mul_(2)
+    return x + y
+
+
+def drops_a_write(graph: torch.fx.Graph, ctx: PassContext) -> int:
+    write = find(graph, "mul_")
+    write.replace_all_uses_with(write.args[0])
+    graph.erase_node(write)
+    return 1
+
+
+def hoists_a_write(graph: torch.fx.Graph, ctx: PassContext) -> int:
+    find(graph, "add_").prepend(find(graph, "mul_"))
+    return 1
+
+
+def merges_a_write(graph: torch.fx.Graph, ctx: PassContext) -> int:
+    write = find(graph, "mul_")
+    with graph.inserting_after(write):
+        twice = graph.call_function(torch.ops.aten.add_.Tensor, (write.args[0], write.args[0]))
+    write.replace_all_uses_with(twice)
+    graph.erase_node(write)
+    ctx.merged(write, twice)
+    return 1
+
+
+def lies_about_a_shape(graph: torch.fx.Graph, ctx: PassContext) -> int:
+    add = find(graph, "add.Tensor")
+    add.target, add.args = torch.ops.aten.sum.default, (add.args[0],)
+    return 1
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        (drops_a_write, "'bad' dropped the node 'mul_'.*aten.mul_.*ctx.merged"),
+        (hoists_a_write, "'bad' moved the node 'mul_' .*keep their order"),
+        (lies_about_a_shape, r"'bad' left the node 'add'.*\('3',\).*gives \(\(\), 'float32'.*Delete meta"),
+    ],
+)
+def test_a_pass_that_changes_the_meaning_is_refused(run: object, said: str) -> None:
+    with pytest.raises(PassError, match=said):
+        run_passes(capture(writes, torch.ones(3), torch.ones(3)), [GraphPass("bad", run)], CONTEXT)  # type: ignore[arg-type]
+
+
+def test_a_declared_merge_is_accepted_and_gets_metadata() -> None:
+    captured = capture(writes, torch.ones(3), torch.ones(3))
+    run_passes(captured, [GraphPass("good", merges_a_write)], CONTEXT)
+    new = find(captured, "add_.Tensor")
+    assert all(node.meta["val"].shape == (3,) for node in captured.nodes if "add_.Tensor" in str(node.target))
+    assert new is not None
+
+
+def test_fuel_stops_before_the_next_pass() -> None:
+    reports = run_passes(graph(), [make("a"), make("b"), make("c")], PassContext(Options(pass_fuel=2), CONTEXT.profile))
+    assert [r.name for r in reports] == ["a", "b"]
+
+
+def test_dumps_are_numbered_readable_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TCPORT_DUMP", str(tmp_path / "dump"))
+    run_passes(capture(writes, torch.ones(3), torch.ones(3)), [make("a"), make("b")], CONTEXT)
+    files = sorted((tmp_path / "dump").iterdir())
+    assert [f.name.split("-")[1:3] for f in files] == [["a", "before"], ["a", "after"], ["b", "before"], ["b", "after"]]
+    assert all("def forward" in f.read_text() and "aten.mul_" in f.read_text() for f in files)
+    monkeypatch.setenv("TCPORT_DUMP", str(files[0]))
+    with pytest.raises(ArgumentError, match="TCPORT_DUMP"):
+        run_passes(graph(), [make("a")], CONTEXT)

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from tcport.device import DeviceProfile
+from tcport.errors import NoTileError
 from tcport.ir import AttentionSpec, TileConfig
 from tcport.kernels.call import AttentionCall, Launcher
 from tcport.lowering.candidate import Candidate, Tier, Verdict
@@ -46,9 +47,10 @@ def _triton(name: str, spec: AttentionSpec, profile: DeviceProfile) -> Answer:
     if profile.vendor == "cpu":
         return Verdict.no("Triton has no CPU target")
     kernel = _load(name)
-    ranking = rank_tiles(spec, profile)
-    if not ranking.configs:
-        return Verdict.no("; ".join(reason for _, reason in ranking.rejected) or "no tile fits the device")
+    try:
+        ranking = rank_tiles(spec, profile)
+    except NoTileError as error:
+        return Verdict.no(error.cause)
     best, smallest = ranking.configs[0], min(ranking.configs, key=lambda c: (c.block_m * c.block_n, c.num_stages))
     tiles: list[tuple[Tier, TileConfig]] = [("tuned", best)]
     if smallest != best:

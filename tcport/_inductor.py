@@ -22,6 +22,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.graph import GraphLowering
 from torch._inductor.lowering import lowerings, process_subgraph_nodes, register_lowering
 from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -126,6 +127,22 @@ def original(fn: Any) -> Any:
     return getattr(fn, "_orig_mod", None) or getattr(fn, "_torchdynamo_orig_callable", None) or fn
 
 
+def concrete(value: Any) -> Any:
+    """A fake tensor of the sizes that the graph is being compiled for, so that a message can name numbers.
+
+    Sizes without such a number (unbacked symbols) leave the tensor as it is, and so is anything but a tensor.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    numbers = [_hint(size) for size in (*value.shape, *value.stride())]
+    if None in numbers:
+        return value
+    with unset_fake_temporarily(), FakeTensorMode():
+        return torch.empty_strided(
+            numbers[: value.dim()], numbers[value.dim() :], dtype=value.dtype, device=value.device
+        )
+
+
 def in_dynamo() -> bool:
     """Whether a graph is being captured or compiled for ``torch.compile`` in this thread."""
     return TracingContext.try_get() is not None
@@ -227,6 +244,10 @@ def _with_strides(value: Any, fake: Any) -> Any:
     if not isinstance(fake, torch.Tensor):
         return value
     return ir.ExternKernel.require_exact_strides(value, fake.stride())
+
+
+def _hint(size: int | torch.SymInt) -> int | None:
+    return size.node.hint if isinstance(size, torch.SymInt) else size
 
 
 def _storage_offset(value: Any) -> Any:

@@ -12,12 +12,11 @@ from tcport import _inductor, history, ops
 from tcport.attention_only import attention_only
 from tcport.compilation import compile_graph
 from tcport.errors import OptionError, TcportError
-from tcport.invalid import first_invalid_call
+from tcport.invalid import first_invalid_call, postpone
 from tcport.options import Options, parse_options
 from tcport.report import GraphReport
 
-# Dynamo would wrap what a fake raises; first_invalid_call raises it where it reaches the user as it is.
-ops.postpone_refusals(_inductor.in_dynamo)
+ops.postpone_refusals(postpone)
 
 
 def tcport(

@@ -29,6 +29,18 @@ class PassContext:
 
     options: Options
     profile: Callable[[torch.device], DeviceProfile]
+    _merged: dict[torch.fx.Node, torch.fx.Node] = dataclasses.field(default_factory=dict, repr=False)
+
+    def merged(self, old: torch.fx.Node, new: torch.fx.Node) -> None:
+        """Say that the effect of ``old``, which writes to its arguments, is now carried by ``new``.
+
+        Without it, a pass that removes such a node is refused.
+        """
+        self._merged[old] = new
+
+    def merges(self) -> dict[torch.fx.Node, torch.fx.Node]:
+        """What has been declared with :meth:`merged`."""
+        return self._merged
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,28 +6,57 @@ under Dynamo, and the backend looks at every captured call again here, where the
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.fx
 
-from tcport import checks, ops  # noqa: F401  (ops defines the operators)
+from tcport import _inductor, checks, ops  # noqa: F401  (ops defines the operators)
 from tcport.errors import TcportError
 
 
 def first_invalid_call(gm: torch.fx.GraphModule) -> TcportError | None:
-    """The error of the first tcport call in a Dynamo graph whose arguments are wrong; None if all are right."""
+    """The error of the first tcport call in a Dynamo graph whose arguments are wrong; None if all are right.
+
+    The fakes ran under the autocast state of the traced code, which decides what is right; the graph is looked at only
+    where one of them objected, and only for the message: there the sizes are numbers.
+    """
+    objections, _objections.errors = _objections.errors, []
+    if not objections:
+        return None
     for node in gm.graph.nodes:
         check = _CHECKS.get(getattr(node.target, "overloadpacket", node.target))
         if node.op == "call_function" and check is not None:
-            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta["example_value"])
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), _concrete_value)
             try:
                 check(*args, **kwargs)
             except TcportError as error:
                 return error
     return None
 
+
+def _concrete_value(node: torch.fx.Node) -> Any:
+    return _inductor.concrete(node.meta["example_value"])
+
+
+def postpone(error: TcportError) -> bool:
+    """Keep an objection of a fake for :func:`first_invalid_call` while Dynamo is tracing; False when it is not."""
+    tracing = _inductor.in_dynamo()
+    if tracing:
+        _objections.errors.append(error)
+    return tracing
+
+
+class _Objections(threading.local):
+    errors: list[TcportError]
+
+    def __init__(self) -> None:
+        self.errors = []
+
+
+_objections = _Objections()
 
 _CHECKS: dict[Any, Callable[..., Any]] = {
     torch.ops.tcport.paged_attention: checks.check_paged_attention,

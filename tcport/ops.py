@@ -171,21 +171,21 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     return torch.ops.tcport.merge_states.default(out_a, lse_a, out_b, lse_b)
 
 
-def postpone_refusals(when: Callable[[], bool]) -> None:
-    """Set the condition under which a fake answers an invalid call with a plausible result instead of an error.
+def postpone_refusals(take: Callable[[TcportError], bool]) -> None:
+    """Set who is asked before a fake raises on an invalid call; the fake stays silent where ``take(error)`` is True.
 
     Dynamo wraps what a fake raises in an error of its own. While it traces for a backend that validates the calls of
-    its graph by itself, the fakes stay silent, and the caller gets the tcport error unwrapped.
+    its graph by itself, the fakes give a plausible result, and the caller gets the tcport error unwrapped.
     """
-    global _postponed
-    _postponed = when
+    global _take
+    _take = take
 
 
-def _never() -> bool:
+def _refuse(error: TcportError) -> bool:
     return False
 
 
-_postponed: Callable[[], bool] = _never
+_take: Callable[[TcportError], bool] = _refuse
 
 
 def _scale_tensor(scale: Tensor | float | None, like: Tensor) -> Tensor | None:
@@ -201,8 +201,8 @@ def _scale_tensor(scale: Tensor | float | None, like: Tensor) -> Tensor | None:
 def _checked(check: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     try:
         check(*args, **kwargs)
-    except TcportError:
-        if not _postponed():
+    except TcportError as error:
+        if not _take(error):
             raise
 
 

@@ -24,6 +24,7 @@ class Options:
         strict: a fallback to a lower link of the chain is an error.
         passes: names of the graph passes to run; None: every registered one.
         disable_passes: names of graph passes to leave out.
+        pass_fuel: how many passes to run at most, for bisecting; None: all.
         mode: one of ``torch.compile``'s modes.
         inductor: Inductor's own config entries, handed on as they are.
     """
@@ -33,6 +34,7 @@ class Options:
     strict: bool = False
     passes: tuple[str, ...] | None = None
     disable_passes: tuple[str, ...] = ()
+    pass_fuel: int | None = None
     mode: str = "default"
     inductor: tuple[tuple[str, Any], ...] = ()
 
@@ -103,6 +105,12 @@ def _is_name(key: str, value: Any) -> str:
     return value
 
 
+def _is_count(key: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise OptionError(f"Option {key!r} is {value!r}.", "Give a whole number from 0 up.")
+    return value
+
+
 def _is_names(key: str, value: Any) -> tuple[str, ...]:
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise OptionError(f"Option {key!r} is {value!r}.", "Give a list of pass names.")
@@ -118,4 +126,5 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "strict": _is_bool,
     "passes": _is_names,
     "disable_passes": _is_names,
+    "pass_fuel": _is_count,
 }
