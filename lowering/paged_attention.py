@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tcport.device import DeviceProfile
@@ -37,9 +38,7 @@ def triton_prefill(spec: AttentionSpec, profile: DeviceProfile) -> Answer:
 @register_lowering("paged_attention", name="torch_attention")
 def torch_attention(spec: AttentionSpec, profile: DeviceProfile) -> Answer:
     """Plain PyTorch operations, compiled by Inductor where the graph is compiled."""
-    from tcport.kernels import decomposition
-
-    return Candidate("torch_attention", "torch", lambda call, launch: decomposition.paged_attention(call))
+    return Candidate("torch_attention", "torch", _run_torch)
 
 
 def _triton(name: str, spec: AttentionSpec, profile: DeviceProfile) -> Answer:
@@ -56,6 +55,14 @@ def _triton(name: str, spec: AttentionSpec, profile: DeviceProfile) -> Answer:
     if smallest != best:
         tiles.append(("generic", smallest))
     return [Candidate(name, tier, _bind(kernel, tile), tile) for tier, tile in tiles]
+
+
+def _run_torch(call: AttentionCall, launch: Launcher) -> tuple[Tensor, Tensor]:
+    from tcport.kernels import blocked, decomposition
+
+    # Traced, it becomes one fused loop; run operation by operation, it has to bound what it materialises.
+    traced = launch is torch.library.wrap_triton
+    return (decomposition if traced else blocked).paged_attention(call)
 
 
 def _bind(kernel: Kernel, tile: TileConfig) -> Callable[[AttentionCall, Launcher], Any]:

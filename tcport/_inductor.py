@@ -261,8 +261,7 @@ def _allocated(graph: GraphLowering) -> Iterator[Buffer]:
         layout = buffer.layout if isinstance(getattr(buffer, "layout", None), ir.Layout) else None
         if layout is None or isinstance(layout, (ir.MutationLayoutSHOULDREMOVE, ir.NonOwningLayout)):
             continue
-        numel = sympy.prod(layout.size)
-        hint = graph.sizevars.shape_env.replace(numel)
-        known = int(hint) * layout.dtype.itemsize if isinstance(hint, (int, sympy.Integer)) else None
+        numel = sympy.sympify(sympy.prod(layout.size))
+        size = graph.sizevars.optimization_hint(numel, fallback=0) * layout.dtype.itemsize
         origins = tuple(sorted(buffer.origins, key=lambda n: n.name))
-        yield Buffer(buffer.get_name(), numel, layout.dtype, known, origins)
+        yield Buffer(buffer.get_name(), numel, layout.dtype, size or None, origins)
