@@ -22,6 +22,7 @@ LAYERS = {
     "tcport.kernels": 0,
     "tcport.ops": 1,
     "tcport.checks": 1,
+    "tcport.requirements": 1,
     "tcport.inference_only": 1,
     "tcport.graph_pass": 1,
     "tcport.pass_manager": 1,

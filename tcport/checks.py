@@ -6,19 +6,18 @@ nodes. Every refusal is a :mod:`tcport.errors` class and happens before anything
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from tcport.errors import (
-    ArgumentError,
-    DeviceMismatchError,
-    DtypeError,
-    HeadRatioError,
-    ShapeError,
-    TcportError,
+from tcport.errors import ArgumentError, DtypeError, HeadRatioError, ShapeError
+from tcport.requirements import (
+    require,
+    require_agreement,
+    require_dtype,
+    require_finite,
+    require_one_device,
+    require_rank,
+    sizes,
 )
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -72,23 +71,23 @@ def check_paged_attention(
         DeviceMismatchError: tensors on several devices.
         ArgumentError: a number outside its range, or an int8 cache without a scale.
     """
-    _rank("query", query, _QUERY, "Flatten batch and sequence into one token dimension, and pass cu_seqlens_q.")
-    _rank("block_table", block_table, "[sequences, pages per sequence]")
-    _rank("seq_lens", seq_lens, "[sequences]")
+    require_rank("query", query, _QUERY, "Flatten batch and sequence into one token dimension, and pass cu_seqlens_q.")
+    require_rank("block_table", block_table, "[sequences, pages per sequence]")
+    require_rank("seq_lens", seq_lens, "[sequences]")
     if cu_seqlens_q is not None:
-        _rank("cu_seqlens_q", cu_seqlens_q, "[sequences + 1]")
+        require_rank("cu_seqlens_q", cu_seqlens_q, "[sequences + 1]")
     if mask is not None:
-        _rank("mask", mask, "[tokens, key positions]")
+        require_rank("mask", mask, "[tokens, key positions]")
 
-    _dtype("query", query, FLOAT_DTYPES)
-    _dtype("block_table", block_table, INDEX_DTYPES)
-    _dtype("seq_lens", seq_lens, INDEX_DTYPES)
+    require_dtype("query", query, FLOAT_DTYPES)
+    require_dtype("block_table", block_table, INDEX_DTYPES)
+    require_dtype("seq_lens", seq_lens, INDEX_DTYPES)
     if cu_seqlens_q is not None:
-        _dtype("cu_seqlens_q", cu_seqlens_q, INDEX_DTYPES)
+        require_dtype("cu_seqlens_q", cu_seqlens_q, INDEX_DTYPES)
     if mask is not None:
-        _dtype("mask", mask, (torch.bool,), "A mask is True where a key is visible: convert it with mask != 0.")
+        require_dtype("mask", mask, (torch.bool,), "A mask is True where a key is visible: convert it with mask != 0.")
 
-    _one_device(
+    require_one_device(
         query=query,
         k_cache=k_cache,
         v_cache=v_cache,
@@ -106,15 +105,10 @@ def check_paged_attention(
 
     num_tokens, num_q_heads, _ = query.shape
     num_seqs = seq_lens.shape[0]
-    _require(
-        block_table.shape[0] == num_seqs,
-        lambda: ShapeError(
-            f"block_table has {block_table.shape[0]} rows and seq_lens has {num_seqs} entries; both count sequences.",
-            "Pass one block_table row and one length per sequence.",
-        ),
-    )
+    remedy = "Pass one block_table row and one length per sequence."
+    require_agreement("block_table", block_table.shape[0], "seq_lens", num_seqs, "the number of sequences", remedy)
     if cu_seqlens_q is None:
-        _require(
+        require(
             num_tokens == num_seqs,
             lambda: ShapeError(
                 f"query has {num_tokens} tokens for {num_seqs} sequences, and without cu_seqlens_q there is one query "
@@ -123,7 +117,7 @@ def check_paged_attention(
             ),
         )
     else:
-        _require(
+        require(
             cu_seqlens_q.shape[0] == num_seqs + 1,
             lambda: ShapeError(
                 f"cu_seqlens_q has {cu_seqlens_q.shape[0]} entries for {num_seqs} sequences; it must have one more "
@@ -132,29 +126,24 @@ def check_paged_attention(
             ),
         )
     if mask is not None:
-        _require(
-            mask.shape[0] == num_tokens,
-            lambda: ShapeError(
-                f"mask has {mask.shape[0]} rows for {num_tokens} query tokens.",
-                "Pass one row per query token; column j is key position j of the token's own sequence.",
-            ),
-        )
+        remedy = "Pass one row per query token; column j is key position j of the token's own sequence."
+        require_agreement("mask", mask.shape[0], "query", num_tokens, "the number of tokens", remedy)
     for name, per_head in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         if per_head is not None:
             _per_query_head(name, per_head, num_q_heads)
 
     for name, count in (("window", window), ("chunk", chunk), ("num_splits", num_splits)):
         if count is not None:
-            _require(
+            require(
                 count >= 1,
                 lambda name=name, count=count: ArgumentError(
                     f"{name} is {count}, and must be at least 1.", f"Pass {name}=None to leave it out."
                 ),
             )
     if scale is not None:
-        _finite("scale", scale, "Pass None for the default, head dim ** -0.5.")
-    _finite("softcap", softcap, "Pass 0.0 to leave the logits uncapped.")
-    _require(
+        require_finite("scale", scale, "Pass None for the default, head dim ** -0.5.")
+    require_finite("softcap", softcap, "Pass 0.0 to leave the logits uncapped.")
+    require(
         softcap >= 0,
         lambda: ArgumentError(
             f"softcap is {softcap}, and must be at least 0.", "Pass 0.0 to leave the logits uncapped."
@@ -179,13 +168,13 @@ def check_kv_write(
     Raises:
         ShapeError, DtypeError, DeviceMismatchError, ArgumentError: as :func:`check_paged_attention`.
     """
-    _rank("key", key, "[tokens, KV heads, head dim]")
-    _rank("value", value, "[tokens, KV heads, head dim]")
-    _rank("slot_mapping", slot_mapping, "[tokens]")
-    _dtype("key", key, FLOAT_DTYPES)
-    _dtype("value", value, FLOAT_DTYPES)
-    _dtype("slot_mapping", slot_mapping, INDEX_DTYPES)
-    _one_device(
+    require_rank("key", key, "[tokens, KV heads, head dim]")
+    require_rank("value", value, "[tokens, KV heads, head dim]")
+    require_rank("slot_mapping", slot_mapping, "[tokens]")
+    require_dtype("key", key, FLOAT_DTYPES)
+    require_dtype("value", value, FLOAT_DTYPES)
+    require_dtype("slot_mapping", slot_mapping, INDEX_DTYPES)
+    require_one_device(
         key=key,
         value=value,
         k_cache=k_cache,
@@ -195,13 +184,10 @@ def check_kv_write(
         v_scale=v_scale,
     )
     _caches(k_cache, v_cache, k_scale, v_scale)
-    _require(
-        key.shape[0] == value.shape[0],
-        lambda: ShapeError(
-            f"key has {key.shape[0]} tokens and value has {value.shape[0]}.", "Pass the same tokens in both."
-        ),
+    require_agreement(
+        "key", key.shape[0], "value", value.shape[0], "the number of tokens", "Pass the same tokens in both."
     )
-    _require(
+    require(
         slot_mapping.shape[0] <= key.shape[0],
         lambda: ShapeError(
             f"slot_mapping has {slot_mapping.shape[0]} entries for {key.shape[0]} tokens of key and value.",
@@ -209,17 +195,9 @@ def check_kv_write(
         ),
     )
     for name, new, cache_name, cache in (("key", key, "k_cache", k_cache), ("value", value, "v_cache", v_cache)):
-        for what, given, wanted in (
-            ("KV heads", new.shape[1], cache.shape[2]),
-            ("head dim", new.shape[2], cache.shape[3]),
-        ):
-            _require(
-                given == wanted,
-                lambda name=name, cache_name=cache_name, what=what, given=given, wanted=wanted: ShapeError(
-                    f"{name} has {what} {given} and {cache_name} has {wanted}.",
-                    f"Pass {name} as [tokens, KV heads, head dim] with the cache's own heads and head dim.",
-                ),
-            )
+        for what, given, wanted in zip(("KV heads", "head dim"), new.shape[1:], cache.shape[2:], strict=True):
+            remedy = f"Pass {name} as [tokens, KV heads, head dim] with the cache's own heads and head dim."
+            require_agreement(name, given, cache_name, wanted, what, remedy)
 
 
 def check_merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
@@ -231,17 +209,20 @@ def check_merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tenso
         ShapeError, DtypeError, DeviceMismatchError: as :func:`check_paged_attention`.
     """
     for name, out in (("out_a", out_a), ("out_b", out_b)):
-        _rank(name, out, "[tokens, query heads, head dim]")
-        _dtype(name, out, FLOAT_DTYPES)
+        require_rank(name, out, "[tokens, query heads, head dim]")
+        require_dtype(name, out, FLOAT_DTYPES)
     for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
-        _rank(name, lse, "[tokens, query heads]", "Call paged_attention with return_lse=True.")
-        _dtype(name, lse, (torch.float32, torch.float64), "Keep the LSE as paged_attention returns it.")
-    _one_device(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
-    for a, b, what in ((out_a, out_b, "out_a and out_b"), (lse_a, lse_b, "lse_a and lse_b")):
+        require_rank(name, lse, "[tokens, query heads]", "Call paged_attention with return_lse=True.")
+        require_dtype(name, lse, (torch.float32, torch.float64), "Keep the LSE as paged_attention returns it.")
+    require_one_device(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+    remedy = "Pass results over the same tokens, heads and head dim."
+    for a, b, what in ((out_a, out_b, "out"), (lse_a, lse_b, "lse")):
         if a.dtype != b.dtype:
-            raise DtypeError(f"{what} have dtypes {a.dtype} and {b.dtype}.", "Convert one of them to the other's.")
-        _same_sizes(what, a, b)
-    _same_sizes("out_a (without its last dimension) and lse_a", out_a[..., 0], lse_a)
+            raise DtypeError(f"{what}_a has dtype {a.dtype} and {what}_b has {b.dtype}.", "Convert one of the two.")
+        for dim, (size_a, size_b) in enumerate(zip(a.shape, b.shape, strict=True)):
+            require_agreement(f"{what}_a", size_a, f"{what}_b", size_b, f"dimension {dim}", remedy)
+    for dim, (size_out, size_lse) in enumerate(zip(out_a.shape[:2], lse_a.shape, strict=True)):
+        require_agreement("out_a", size_out, "lse_a", size_lse, f"dimension {dim}", remedy)
 
 
 def check_out(out: Tensor, query: Tensor, v_cache: Tensor) -> None:
@@ -250,87 +231,34 @@ def check_out(out: Tensor, query: Tensor, v_cache: Tensor) -> None:
     Raises:
         ShapeError, DtypeError, DeviceMismatchError: as :func:`check_paged_attention`.
     """
-    _rank("out", out, "[tokens, query heads, value head dim]")
-    _dtype("out", out, (query.dtype,), "Allocate it in the dtype of the query.")
-    _one_device(query=query, out=out)
-    for dim, given, wanted in zip(range(3), out.shape, (*query.shape[:2], v_cache.shape[-1]), strict=True):
-        _require(
-            given == wanted,
-            lambda dim=dim, given=given, wanted=wanted: ShapeError(
-                f"out has size {given} in dimension {dim} where the result has {wanted}.",
-                "Allocate out as [tokens, query heads, value head dim].",
-            ),
-        )
-
-
-def _require(condition: bool | torch.SymBool, error: Callable[[], TcportError]) -> None:
-    """Raise ``error()`` unless ``condition`` holds.
-
-    A condition on sizes that are not known while tracing becomes a run-time assertion of the compiled code, which an
-    ``if`` could not express without fixing the size.
-    """
-    if isinstance(condition, torch.SymBool):
-        try:
-            torch._check(condition, lambda: str(error()))
-        except RuntimeError as failed:
-            raise error() from failed
-    elif not condition:
-        raise error()
-
-
-def _rank(name: str, tensor: Tensor, layout: str, remedy: str | None = None) -> None:
-    rank = layout.count(",") + 1
-    if tensor.dim() != rank:
-        raise ShapeError(
-            f"{name} has shape {_sizes(tensor)}, and must have {rank} dimensions, {layout}.",
-            remedy or f"Reshape {name} to {layout}.",
-        )
-
-
-def _dtype(name: str, tensor: Tensor, allowed: tuple[torch.dtype, ...], remedy: str | None = None) -> None:
-    if tensor.dtype not in allowed:
-        names = ", ".join(str(dtype) for dtype in allowed)
-        raise DtypeError(
-            f"{name} has dtype {tensor.dtype}; allowed: {names}.", remedy or f"Convert {name} to one of these."
-        )
-
-
-def _one_device(**tensors: Tensor | None) -> None:
-    given = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
-    if len(set(given.values())) > 1:
-        places = ", ".join(f"{name} on {device}" for name, device in given.items())
-        first = next(iter(given))
-        raise DeviceMismatchError(
-            f"The tensors of one call must lie on one device, and these do not: {places}.",
-            f"Move them to the device of {first}, {given[first]}.",
-        )
+    require_rank("out", out, "[tokens, query heads, value head dim]")
+    require_dtype("out", out, (query.dtype,), "Allocate it in the dtype of the query.")
+    require_one_device(query=query, out=out)
+    remedy = "Allocate out as [tokens, query heads, value head dim]."
+    for dim, (given, wanted) in enumerate(zip(out.shape, (*query.shape[:2], v_cache.shape[-1]), strict=True)):
+        require_agreement("out", given, "the result", wanted, f"dimension {dim}", remedy)
 
 
 def _caches(k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
     """Rules common to the reader and the writer of a cache."""
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        _rank(name, cache, _CACHE, "Pass a view of that shape; any strides will do, nothing is copied.")
+        require_rank(name, cache, _CACHE, "Pass a view of that shape; any strides will do, nothing is copied.")
         remedy = f"View a uint8 cache as the dtype it stores, such as {name}.view(torch.float8_e4m3fn)."
-        _dtype(name, cache, FLOAT_DTYPES + QUANTISED_DTYPES, remedy)
+        require_dtype(name, cache, FLOAT_DTYPES + QUANTISED_DTYPES, remedy)
         for what, size in zip(("page size", "KV heads", "head dim"), cache.shape[1:], strict=True):
-            _require(
+            require(
                 size >= 1,
                 lambda name=name, what=what, cache=cache: ShapeError(
-                    f"{name} has shape {_sizes(cache)}: its {what} must be at least 1.", f"Pass {name} as {_CACHE}."
+                    f"{name} has shape {sizes(cache)}: its {what} must be at least 1.", f"Pass {name} as {_CACHE}."
                 ),
             )
     if k_cache.dtype != v_cache.dtype:
         raise DtypeError(
             f"k_cache has dtype {k_cache.dtype} and v_cache has {v_cache.dtype}.", "Store both in one dtype."
         )
+    remedy = "Pass both as [pages, page, KV heads, head dim]; only the head dims may differ."
     for dim, what in enumerate(("pages", "page size", "KV heads")):
-        _require(
-            k_cache.shape[dim] == v_cache.shape[dim],
-            lambda dim=dim, what=what: ShapeError(
-                f"k_cache and v_cache disagree about {what}: {k_cache.shape[dim]} and {v_cache.shape[dim]}.",
-                "Pass both as [pages, page, KV heads, head dim]; only the head dims may differ.",
-            ),
-        )
+        require_agreement("k_cache", k_cache.shape[dim], "v_cache", v_cache.shape[dim], what, remedy)
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale is not None:
             _kv_scale(name, scale, k_cache)
@@ -342,22 +270,22 @@ def _caches(k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: T
 
 
 def _kv_scale(name: str, scale: Tensor, cache: Tensor) -> None:
-    _dtype(name, scale, FLOAT_DTYPES)
+    require_dtype(name, scale, FLOAT_DTYPES)
     num_kv_heads = cache.shape[2]
 
     def error() -> ShapeError:
         return ShapeError(
-            f"{name} has shape {_sizes(scale)} for a cache {_sizes(cache)}; allowed: [] or [1] (one for the tensor), "
+            f"{name} has shape {sizes(scale)} for a cache {sizes(cache)}; allowed: [] or [1] (one for the tensor), "
             "[KV heads], or [pages, page, KV heads] (one per token and head).",
             "Reshape it to one of these.",
         )
 
     if scale.dim() == 1:
         size = scale.shape[0]
-        _require((size == num_kv_heads) | (size == 1), error)
+        require((size == num_kv_heads) | (size == 1), error)
     elif scale.dim() == 3:
         for given, wanted in zip(scale.shape, cache.shape[:3], strict=True):
-            _require(given == wanted, error)
+            require(given == wanted, error)
     elif scale.dim() != 0:
         raise error()
 
@@ -371,48 +299,26 @@ def _query_fits_cache(query: Tensor, k_cache: Tensor) -> None:
         )
     num_q_heads, head_dim = query.shape[1:]
     num_kv_heads = k_cache.shape[2]
-    _require(
-        head_dim == k_cache.shape[3],
+    remedy = "Pass queries and keys of one head dim."
+    require_agreement("query", head_dim, "k_cache", k_cache.shape[3], "the head dim", remedy)
+    require(
+        num_q_heads >= 1,
         lambda: ShapeError(
-            f"query has head dim {head_dim} and k_cache has {k_cache.shape[3]}.",
-            "Pass queries and keys of one head dim.",
+            f"query has shape {sizes(query)}: it must have at least 1 head.", f"Pass query as {_QUERY}."
         ),
     )
-    _require(
+    require(
         num_q_heads % num_kv_heads == 0,
         lambda: HeadRatioError(
             f"query has {num_q_heads} heads and the caches have {num_kv_heads}; the first must be a multiple of the "
             "second.",
-            "Pass query as [tokens, query heads, head dim] and caches as [pages, page, KV heads, head dim].",
+            f"Pass query as {_QUERY} and caches as {_CACHE}.",
         ),
     )
 
 
 def _per_query_head(name: str, tensor: Tensor, num_q_heads: int) -> None:
-    _rank(name, tensor, "[query heads]")
-    _dtype(name, tensor, FLOAT_DTYPES)
-    _require(
-        tensor.shape[0] == num_q_heads,
-        lambda: ShapeError(
-            f"{name} has {tensor.shape[0]} entries for {num_q_heads} query heads.", "Pass one entry per query head."
-        ),
-    )
-
-
-def _finite(name: str, number: float, remedy: str) -> None:
-    _require(
-        -math.inf < number < math.inf,
-        lambda: ArgumentError(f"{name} is {number}, and must be a finite number.", remedy),
-    )
-
-
-def _same_sizes(what: str, a: Tensor, b: Tensor) -> None:
-    for left, right in zip(a.shape, b.shape, strict=True):
-        _require(
-            left == right,
-            lambda: ShapeError(f"{what} have shapes {_sizes(a)} and {_sizes(b)}.", "Pass results of the same tokens."),
-        )
-
-
-def _sizes(tensor: Tensor) -> str:
-    return f"[{', '.join(str(size) for size in tensor.shape)}]"
+    require_rank(name, tensor, "[query heads]")
+    require_dtype(name, tensor, FLOAT_DTYPES)
+    remedy = "Pass one entry per query head."
+    require_agreement(name, tensor.shape[0], "query", num_q_heads, "the number of query heads", remedy)
