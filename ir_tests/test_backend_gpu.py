@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import tcport
+from tcport.errors import KernelBuildError
 from tcport.kernels import reference
 
 pytestmark = pytest.mark.gpu
@@ -121,7 +122,7 @@ def test_a_kernel_that_does_not_build_steps_down_with_a_record(monkeypatch: pyte
     from tcport.kernels import triton_decode
 
     def broken(*args: object) -> None:
-        raise RuntimeError("ptxas fatal: injected")
+        raise KernelBuildError("ptxas fatal: injected.", "Nothing to do.")
 
     monkeypatch.setattr(triton_decode, "paged_decode", broken)
     args = batch(5, torch.float32)

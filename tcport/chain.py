@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import traceback
 from typing import Any
 
 from tcport import history
@@ -65,7 +66,10 @@ def _is_build_failure(error: Exception) -> bool:
     """Whether an exception says that this kernel cannot be had here, so that another may."""
     if isinstance(error, (KernelBuildError, ImportError, OSError)):
         return True
-    return type(error).__module__.startswith("triton")
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    makers = ("triton.compiler", "triton.backends", "triton.runtime.errors")
+    names = [type(error).__module__, *(frame.f_globals.get("__name__", "") for frame in frames)]
+    return any(name.startswith(makers) for name in names)
 
 
 def _raise_if_sticky(error: Exception, candidate: Candidate) -> None:
