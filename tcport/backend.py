@@ -9,12 +9,13 @@ import torch
 import torch.fx
 
 from tcport import _inductor, history, ops
+from tcport.adapter import adapt
 from tcport.attention_only import attention_only
 from tcport.compilation import compile_graph
 from tcport.errors import OptionError, TcportError
 from tcport.invalid import first_invalid_call, postpone
 from tcport.options import Options, parse_options
-from tcport.report import GraphReport
+from tcport.report import Found, GraphReport, LeftAlone
 
 ops.postpone_refusals(postpone)
 
@@ -57,6 +58,9 @@ def compile_adapted(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], opt
     if invalid is not None:
         raise invalid
     report = GraphReport()
+    adapted = adapt(gm)
+    report.found = [Found(m.matcher, m.node.name, "; ".join((m.kind, *m.notes))) for m in adapted.matches]
+    report.left_alone = [LeftAlone(r.node.name, f"[{r.rule}] {r.reason}") for r in adapted.rejections]
     if options.level == "attention":
         compiled = attention_only(gm, options, report)
     else:
