@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import inspect
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from sympy import Expr
 from torch import Tensor
 from torch.fx import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tcport.adapter.algebra import Space, divided
+from tcport.adapter.algebra import divided
 from tcport.adapter.sizes import leaves, size_expr
 
 OpOverload = type(torch.ops.aten.view.default)
@@ -86,33 +88,58 @@ def disjoint(a: Tensor, b: Tensor) -> bool:
     return any(x.before(y) or x.interleaves(y) for x, y in ((first, second), (second, first)))
 
 
+def reach(changed: Node, mutator: Node) -> Tensor:
+    """The part of a tensor that a mutation can touch: ``pool[0, 1, page, slot] = x`` stays inside ``pool[0, 1]``."""
+    tensor = changed.meta["example_value"]
+    if mutator.target is not operator.setitem or mutator.args[0] is not changed:
+        return tensor
+    for item in mutator.args[1] if isinstance(mutator.args[1], tuple) else (mutator.args[1],):
+        if isinstance(item, bool) or not isinstance(item, int):
+            break
+        tensor = tensor[item]
+    return tensor
+
+
 class _Extent:
-    """Start, reach and period of a strided view, in elements, as sympy expressions."""
+    """Start, reach and period of a strided view, in elements."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.space = Space()
-        self.start = size_expr(tensor.storage_offset())
+        self.start = tensor.storage_offset()
         self.dims = [
-            (size_expr(size), size_expr(stride))
-            for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-            if size_expr(size) != 1
+            (size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size_expr(size) != 1
         ]
 
-    def reach(self, dims: list[tuple[Any, Any]]) -> Any:
-        return sum((size - 1) * stride for size, stride in dims) + 1
-
     def before(self, other: _Extent) -> bool:
-        return self.space.at_least(other.start, self.start + self.reach(self.dims))
+        """Whether this view ends before the other begins."""
+        return _holds(other.start - self.start >= _reach(self.dims))
 
     def interleaves(self, other: _Extent) -> bool:
-        outer = [d for d in self.dims if d in other.dims and all(divided(d[1], e[1]) is not None for e in self.dims)]
+        """Whether each period of the largest stride holds a stretch of this view and then one of the other."""
+        mine, theirs = ({_exprs(dim): dim for dim in extent.dims} for extent in (self, other))
+        steps = [key[1] for key in (*mine, *theirs)]
+        outer = [key for key in mine if key in theirs and all(divided(key[1], step) is not None for step in steps)]
         if not outer:
             return False
-        period = outer[0]
-        mine = [d for d in self.dims if d != period]
-        theirs = [d for d in other.dims if d != period]
+        period = mine.pop(outer[0])[1]
+        theirs.pop(outer[0])
         gap = other.start - self.start
-        return self.space.at_least(gap, self.reach(mine)) and self.space.at_least(period[1], gap + self.reach(theirs))
+        return _holds(gap >= _reach(mine.values())) and _holds(period >= gap + _reach(theirs.values()))
+
+
+def _reach(dims: Iterable[tuple[Any, Any]]) -> Any:
+    """Distance from the first element of a strided view to the one behind its last."""
+    return sum((size - 1) * stride for size, stride in dims) + 1
+
+
+def _exprs(dim: tuple[Any, Any]) -> tuple[Expr, Expr]:
+    return size_expr(dim[0]), size_expr(dim[1])
+
+
+def _holds(condition: bool | torch.SymBool) -> bool:
+    """Whether a relation of sizes holds: always, or here, under a guard that has the graph compiled anew elsewhere."""
+    if isinstance(condition, torch.SymBool):
+        return condition.node.has_hint() and bool(condition.node.hint) and bool(condition)
+    return condition
 
 
 def _first(node: Node) -> list[Node]:

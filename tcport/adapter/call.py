@@ -117,25 +117,12 @@ def _cache(emit: Emitter, reader: Reader, element: Stored, groups: Groups, whole
     if not aliasing.aliases(cache, ref.node):
         raise Rejected("layout", f"{ref.node.name} would have to be copied to be viewed as [pages, page, heads, dim]")
     for mutator, changed in emit.facts.mutations(ref.node, ref.time, emit.time):
-        if not aliasing.disjoint(_written(changed, mutator), _tensor(cache)):
+        if not aliasing.disjoint(aliasing.reach(changed, mutator), _tensor(cache)):
             raise Rejected(
                 "written",
                 f"{ref.node.name} is written by {mutator.name} between the gather and its use by {emit.before.name}",
             )
     return cache
-
-
-def _written(changed: Node, mutator: Node) -> torch.Tensor:
-    """The part of a tensor that a mutation can reach: ``pool[0, 1, page, slot] = x`` stays inside ``pool[0, 1]``."""
-    tensor = _tensor(changed)
-    if mutator.target is not operator.setitem:
-        return tensor
-    index = mutator.args[1] if isinstance(mutator.args[1], tuple) else (mutator.args[1],)
-    for item in index:
-        if isinstance(item, bool) or not isinstance(item, int):
-            break
-        tensor = tensor[item]
-    return tensor
 
 
 def _seq_lens(emit: Emitter, roles: Roles) -> Node:

@@ -17,6 +17,7 @@ from sympy import Expr
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from tcport.adapter import aliasing
 from tcport.adapter.algebra import FloorDiv, Read, Space, equal
 from tcport.adapter.booleans import And, AtLeastZero, Flag, Formula, Not, Truth
 from tcport.adapter.digits import digits_of
@@ -63,6 +64,9 @@ class Emitter:
         """A call of a function, or of the method ``target`` of ``args[0]``, in front of the anchor."""
         args, kwargs = (map_arg(x, lambda n: self.replaced.get(n, n)) for x in (args, kwargs))
         key = (target, _hashable(args), _hashable(kwargs), self._contents(args, kwargs))
+        for operand in leaves([args, kwargs]):
+            if isinstance(operand, Node) and not operand < self.before:
+                raise Rejected("written", f"{operand.name} is computed only after {self.before.name}")
         known = self.memo.get(key)
         if known is not None and known.graph is self.before.graph and known < self.before:
             return known
@@ -75,7 +79,8 @@ class Emitter:
         for name in ("stack_trace", "custom", "nn_module_stack", "source_fn_stack"):
             if name in self.before.meta:
                 node.meta[name] = self.before.meta[name]
-        self.memo[key] = node
+        if not aliasing.is_mutation(node):
+            self.memo[key] = node
         return node
 
     def undo(self) -> None:

@@ -34,7 +34,7 @@ def indexed_coords(reader: Reader, node: Node, index: Any, coords: tuple[Expr, .
     Follows PyTorch: integers select first; index tensors broadcast together, and their dimensions stand where the
     first of them stood, or in front when something else lies between them.
     """
-    entries = _entries(reader, node, index)
+    entries = _entries(reader, node, index, time)
     if entries is None:
         return None
     tensors = [e for e in entries if isinstance(e, Node)]
@@ -61,7 +61,7 @@ def indexed_coords(reader: Reader, node: Node, index: Any, coords: tuple[Expr, .
     return out
 
 
-def _entries(reader: Reader, node: Node, index: Any) -> list[Any] | None:
+def _entries(reader: Reader, node: Node, index: Any, time: int) -> list[Any] | None:
     """One entry per dimension of ``node``, and None per new axis: an Expr, a :class:`_Slice`, or an index tensor."""
     index = list(index) if isinstance(index, tuple) else [index]
     shape = list(shape_of(node))
@@ -77,21 +77,23 @@ def _entries(reader: Reader, node: Node, index: Any) -> list[Any] | None:
     entries: list[Any] = []
     sizes = iter(shape)
     for item in index:
-        entry = None if item is None else _entry(reader, item, next(sizes))
+        entry = None if item is None else _entry(reader, item, next(sizes), time)
         if entry is None and item is not None:
             return None
         entries.append(entry)
     return entries
 
 
-def _entry(reader: Reader, item: Any, size: Expr) -> Any:
+def _entry(reader: Reader, item: Any, size: Expr, time: int) -> Any:
     if isinstance(item, slice):
         start = sympy.Integer(0) if item.start is None else from_start(reader.space, item.start, size)
         step = sympy.Integer(1) if item.step is None else size_expr(item.step) if is_size(item.step) else None
         return None if start is None or step is None else _Slice(start, step)
     if isinstance(item, Node) and (tensor := tensor_of(item)) is not None:
-        if tensor.dtype in (torch.bool, torch.uint8) or tensor.dtype.is_floating_point or tensor.dim() == 0:
+        if tensor.dtype in (torch.bool, torch.uint8) or tensor.dtype.is_floating_point:
             return None
+        if tensor.dim() == 0:
+            return reader.integer(reader.ref(item, (), time))
         return item
     return from_start(reader.space, item, size)
 

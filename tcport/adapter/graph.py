@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import bisect
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,12 +35,19 @@ class GraphFacts:
         self.position = {node: i for i, node in enumerate(self.nodes)}
         values = (node.meta.get("example_value") for node in self.nodes)
         self.fake_mode = next((value.fake_mode for value in values if hasattr(value, "fake_mode")), None)
+        self._shared: dict[str, Any] = {}
         self._ids: dict[Node, int] = {}
         self._mutations: dict[int, list[tuple[int, Node, Node]]] = {}
         for node in self.nodes:
             for changed in aliasing.mutated(node):
                 for storage in aliasing.storages(changed):
                     self._mutations.setdefault(storage, []).append((self.position[node], node, changed))
+
+    def shared(self, name: str, make: Callable[[GraphFacts], Any]) -> Any:
+        """Something a matcher knows about the whole graph, made at the first request."""
+        if name not in self._shared:
+            self._shared[name] = make(self)
+        return self._shared[name]
 
     def id_of(self, node: Node) -> int:
         """A small number that stands for the node inside :class:`~tcport.adapter.algebra.Read`."""
