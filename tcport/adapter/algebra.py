@@ -74,7 +74,7 @@ class Space:
             return sympy.Add(*whole)
         if isinstance(remainder, FloorDiv):
             return sympy.Add(*whole, self.floordiv(remainder.args[0], sympy.expand(remainder.args[1] * n)))
-        return sympy.Add(*whole, FloorDiv(remainder, n))
+        return sympy.Add(*whole, self._coarser(remainder, n) or FloorDiv(remainder, n))
 
     def mod(self, x: Expr, n: Expr) -> Expr:
         """``x % n`` with the sign of n: written ``x - n * (x // n)`` so that the two halves of a split cancel."""
@@ -111,6 +111,20 @@ class Space:
         """Whether ``a >= b`` is certain for all coordinates and sizes."""
         span = self.bounds(sympy.expand(a - b))
         return span is not None and _nonnegative(span[0])
+
+    def _coarser(self, x: Expr, n: Expr) -> Expr | None:
+        """``(w*y + r) // (w*m)`` is ``y // m`` when ``0 <= r < w``: what is finer than the division does not matter."""
+        terms = sympy.Add.make_args(x)
+        weights = {term.as_independent(*self.sizes, Read, FloorDiv, as_Add=False)[0] for term in terms}
+        for weight in weights - {sympy.Integer(1)}:
+            ratio = divided(n, weight)
+            if ratio is None:
+                continue
+            coarse = [q for term in terms if (q := divided(term, weight)) is not None]
+            fine = sympy.Add(*[term for term in terms if divided(term, weight) is None])
+            if self._within(fine, weight):
+                return self.floordiv(sympy.Add(*coarse), ratio)
+        return None
 
     def _within(self, x: Expr, n: Expr) -> bool:
         """Whether ``0 <= x < n`` is certain."""

@@ -110,14 +110,20 @@ def understand(facts: GraphFacts, describe: Callable[[Reader], Attention | None]
         attention = describe(reader)
         if attention is None:
             return None
-        roles = _roles_of(reader, attention)
-        names = (*roles.head, *roles.group, *roles.value_dim, attention.dims, roles.slot)
-        symbolic = [size for name in names if name != 0 and not (size := reader.space.sizes[name]).is_Integer]
-        if not symbolic:
-            return reader, roles
-        for size in symbolic:
-            if not facts.fix(size):
-                raise Rejected("sizes", f"the size {size} has no value while compiling, and a kernel needs one")
+        try:
+            return reader, _roles_of(reader, attention)
+        except _Symbolic as symbolic:
+            for size in symbolic.sizes:
+                if not facts.fix(size):
+                    raise Rejected("sizes", f"size {size} is unknown while compiling, and kernels need it") from None
+
+
+class _Symbolic(Exception):
+    """Sizes that a kernel is compiled for are symbols in this graph."""
+
+    def __init__(self, sizes: list[Expr]) -> None:
+        super().__init__(sizes)
+        self.sizes = sizes
 
 
 def _roles_of(reader: Reader, attention: Attention) -> Roles:
@@ -125,6 +131,9 @@ def _roles_of(reader: Reader, attention: Attention) -> Roles:
     space = reader.space
     key = stored(reader, attention.key, attention.position, "K")
     value = stored(reader, attention.value, attention.position, "V")
+    divisions = {part for c in (*key.ref.coords, *value.ref.coords) for part in c.atoms(FloorDiv)}
+    if symbolic := [part.args[1] for part in divisions if part.args[1].free_symbols]:
+        raise _Symbolic(symbolic)
     split: dict[Expr, Expr] = {}
     while (more := _next_split(space, attention, key, value)) is not None:
         attention, key, value = (_moved(space, x, more) for x in (attention, key, value))
@@ -160,6 +169,9 @@ def _roles_of(reader: Reader, attention: Attention) -> Roles:
     told_apart = symbols_in(space, attention.visible) & {*heads, *group}
     if told_apart:
         raise Rejected("mask", "the mask differs between heads")
+    names = (*heads, *group, *value_dim, attention.dims, slot)
+    if symbolic := [space.sizes[name] for name in names if name != 0 and space.sizes[name].free_symbols]:
+        raise _Symbolic(symbolic)
     count = space.size_of(token)
     visible = visibility(
         space,
