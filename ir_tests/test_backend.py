@@ -183,3 +183,67 @@ def test_nothing_leaks_into_a_later_plain_inductor_compile() -> None:
         check(torch.compile(attend, backend="inductor", fullgraph=True), batch(3))
     assert report.graphs == []
     assert torch._inductor.config.post_grad_custom_pre_pass is None
+
+
+def plain(
+    q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, table: Tensor, lens: Tensor, slots: Tensor
+) -> Tensor:
+    """What :func:`attend` does, as a model that has never heard of tcport spells it."""
+    page, offset = slots // PAGE, slots % PAGE
+    kc[page, offset] = k * 2
+    vc[page, offset] = v + 1
+    keys, values = (c[table].flatten(1, 2).transpose(1, 2) for c in (kc, vc))
+    mask = torch.arange(keys.shape[2]) < lens[:, None]
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q[:, :, None] * 0.5, keys, values, attn_mask=mask[:, None, None], enable_gqa=True
+    )
+    return torch.relu(out.squeeze(2)) + 1
+
+
+@pytest.mark.parametrize("level", ["full", "attention"])
+def test_a_model_in_plain_pytorch_is_found_and_rewritten(level: str) -> None:
+    compiled = torch.compile(plain, backend="tcport", fullgraph=True, dynamic=True, options={"level": level})
+    for size in (3, 4):
+        check(compiled, batch(size, seed=size))
+    report = tcport.last_report()
+    assert report is not None
+    graph = report.graphs[0]
+    assert sorted(f.detail.partition(";")[0] for f in graph.found) == ["kv_write", "paged_attention"]
+    assert sorted(n.op for n in graph.nodes) == ["kv_write", "paged_attention"]
+    assert graph.left_alone == []
+    assert "found sdpa: paged_attention" in str(report)
+
+
+def test_what_is_left_alone_is_left_with_a_reason_and_right() -> None:
+    def dropout(q: Tensor, kc: Tensor, table: Tensor) -> Tensor:
+        keys = kc[table].flatten(1, 2).transpose(1, 2)
+        return torch.nn.functional.scaled_dot_product_attention(
+            q[:, :, None], keys, keys, dropout_p=1.0, enable_gqa=True
+        )
+
+    args = batch(3)
+    report = tcport.explain(dropout, args[0], args[3], args[5])
+    assert report.nodes == []
+    assert next(left.reason for left in report.graphs[0].left_alone).startswith("[dropout]")
+
+
+def prompt(q: Tensor, kc: Tensor, vc: Tensor, table: Tensor) -> Tensor:
+    """A whole prompt ``q [1, Hq, S, D]`` against its pages, causal by position."""
+    keys, values = (c[table].flatten(1, 2).transpose(1, 2) for c in (kc, vc))
+    causal = torch.arange(keys.shape[2]) <= torch.arange(q.shape[2])[:, None]
+    return torch.nn.functional.scaled_dot_product_attention(q, keys, values, attn_mask=causal, enable_gqa=True)
+
+
+def test_a_prompt_is_rewritten_under_a_guard_that_its_keys_were_gathered() -> None:
+    """Positions 0..S-1 are all keys only while S <= pages * page size: beyond that, PyTorch sees the gathered ones."""
+    _, _, _, kc, vc, table, _, _ = batch(1)
+    compiled = torch.compile(prompt, backend="tcport", fullgraph=True, dynamic=True)
+    rewritten = []
+    for tokens in (7, 20, 21):
+        q = torch.randn(1, HEADS, tokens, DIM)
+        torch.testing.assert_close(compiled(q, kc, vc, table), prompt(q, kc, vc, table), rtol=1e-4, atol=1e-5)
+        report = tcport.last_report()
+        assert report is not None
+        rewritten.append(len(report.graphs[0].found))
+    assert rewritten == [1, 1, 0]
+    assert "a causal mask from position 0 may reach past" in str(report)

@@ -111,11 +111,16 @@ def understand(facts: GraphFacts, describe: Callable[[Reader], Attention | None]
         if attention is None:
             return None
         try:
-            return reader, _roles_of(reader, attention)
+            roles = _roles_of(reader, attention)
         except _Symbolic as symbolic:
             for size in symbolic.sizes:
                 if not facts.fix(size):
                     raise Rejected("sizes", f"size {size} is unknown while compiling, and kernels need it") from None
+            continue
+        for size, reason in roles.visible.needs:
+            if not facts.holds(size):
+                raise Rejected("sizes", reason)
+        return reader, roles
 
 
 class _Symbolic(Exception):

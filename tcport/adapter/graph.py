@@ -7,6 +7,7 @@ import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import sympy
 import torch
 import torch.nn.functional as F
 from sympy import Expr
@@ -88,6 +89,17 @@ class GraphFacts:
             if size is not None and size.node.has_hint():
                 int(size)
         return not any(size_expr(s).free_symbols & expr.free_symbols for n in self.nodes for s in _sizes_of(n))
+
+    def holds(self, size: Expr) -> bool:
+        """Whether ``size >= 0`` in this trace, under a guard by which torch compiles anew where it is not."""
+        known = {s.node.expr: s for n in self.nodes for s in _sizes_of(n) if isinstance(s, torch.SymInt)}
+        symbols = [known.get(symbol) for symbol in size.free_symbols]
+        if not all(s is not None and s.node.has_hint() for s in symbols):
+            return False
+        hints = {s.node.expr: s.node.hint for s in symbols if s is not None}
+        if size.xreplace(hints) < 0:
+            return False
+        return not symbols or bool(next(iter(symbols)).node.shape_env.evaluate_expr(sympy.Ge(size, 0)))
 
 
 def _sizes_of(node: Node) -> Iterator[int | torch.SymInt]:

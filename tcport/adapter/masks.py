@@ -32,6 +32,7 @@ class Visibility:
         causal, window, chunk: as the operator takes them.
         rest: what a bool mask has to say on top; TRUE for no mask.
         capped: whether lengths beyond the gathered keys mean the gathered keys.
+        needs: sizes that must not be negative for all this to hold, each with the reason to give when one is.
     """
 
     lengths: tuple[Expr, ...]
@@ -41,6 +42,7 @@ class Visibility:
     chunk: int | None = None
     rest: Formula = TRUE
     capped: bool = True
+    needs: tuple[tuple[Expr, str], ...] = ()
 
 
 def visibility(space: Space, formula: Formula, key: Expr, keys: Expr, token: Expr, tokens: Expr) -> Visibility:
@@ -90,9 +92,10 @@ def _many_tokens(
         end = sympy.expand(start + tokens)
         kept = [part for part, _ in steps[1:]] + [part for part, _ in other]
         kept += [part for part, u in plain if not space.at_least(u, end) and not equal(u, end)]
+        needs = ()
         if not end.has(Read) and not space.at_least(keys, end):
-            raise Rejected("sizes", f"a causal mask from position {start} may reach past the {keys} gathered keys")
-        return Visibility((end,), causal=True, capped=False), [first], kept
+            needs = ((keys - end, f"a causal mask from position {start} may reach past the {keys} gathered keys"),)
+        return Visibility((end,), causal=True, capped=False, needs=needs), [first], kept
     if plain:
         lengths = tuple(dict.fromkeys(u for _, u in plain))
         return Visibility(lengths, causal=False), [], [part for part, _ in other]
