@@ -47,6 +47,7 @@ LAYERS = {
     "tcport.aot": 4,
     "tcport.testing": 4,
     "tcport.cli": 4,
+    "tcport.__main__": 5,
     "tcport.integrations": 4,
     # The facade: it may import everything, and since it does, nothing inside the package may import from it.
     "tcport": 5,

@@ -43,6 +43,16 @@ def read_profile(device: torch.device, vendor: Vendor | None = None, **runtimes:
     return dataclasses.replace(profile, basic_mode=basic_mode(profile), notes=_notes(vendor, ordinal))
 
 
+def present_devices() -> list[torch.device]:
+    """Every visible accelerator, then the CPU. Starts the runtimes that torch was built with."""
+    found = []
+    for kind in ("cuda", "xpu"):
+        module = getattr(torch, kind)
+        if module.is_available():
+            found += [torch.device(kind, index) for index in range(module.device_count())]
+    return [*found, torch.device("cpu")]
+
+
 def vendor_of(device_type: str) -> Vendor:
     """The vendor whose devices this build of torch calls ``device_type``."""
     if device_type == "xpu":

@@ -49,8 +49,15 @@ class Constraint:
         return self.demand(values) <= self.limit
 
     def explain(self, values: Mapping[str, float]) -> str:
-        verdict = "fits" if self.holds(values) else "exceeds"
-        return f"{self.demand.explain(values)}: {verdict} the limit of {self.limit}"
+        """The expression, its numbers, and the limit."""
+        return f"{self.demand.explain(values)}: {self._verdict(values)}"
+
+    def reason(self, values: Mapping[str, float]) -> str:
+        """The result and the limit, without the expression."""
+        return f"{self.demand.name}: {self.demand.result(values)} {self._verdict(values)}"
+
+    def _verdict(self, values: Mapping[str, float]) -> str:
+        return f"{'fits' if self.holds(values) else 'exceeds'} the limit of {self.limit}"
 
 
 def constraints(profile: DeviceProfile, config: TileConfig, problem: Problem, limits: Limits) -> tuple[Constraint, ...]:
@@ -110,7 +117,7 @@ def shared_memory(unit: str) -> Formula:
     else:
         # A quantised tile is widened through shared memory.
         total = Max(loop + weights + QUANTISED * BN * DIM_V * QUERY_BYTES, query)
-    return Formula("shared memory of a CTA, bytes", total + MASK * BM * BN * 4 + _SCRATCH)
+    return Formula("shared memory of a CTA", total + MASK * BM * BN * 4 + _SCRATCH, "bytes")
 
 
 @functools.cache

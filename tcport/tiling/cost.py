@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 
-from sympy import Max, Min, Rational, ceiling, log
+from sympy import Expr, Max, Min, Rational, Symbol, ceiling, log
 
 from tcport.device.profile import DeviceProfile
 from tcport.ir import TileConfig
@@ -51,56 +51,64 @@ _SECTOR = 32  # bytes: a run shorter than a few sectors wastes part of each acce
 
 @dataclasses.dataclass(frozen=True)
 class CostModel:
-    """The terms of one way of computing; ``terms`` in the order in which they build on each other."""
+    """Terms that build on each other by name; the last is the time of the call, in seconds."""
 
     terms: tuple[Formula, ...]
-    total: Formula
 
     def __call__(self, values: Mapping[str, float]) -> float:
-        return self.total(values)
+        return self._evaluated(values)[self.terms[-1].name]
 
     def explain(self, values: Mapping[str, float]) -> list[str]:
-        return [term.explain(values) for term in (*self.terms, self.total)]
+        """One line for each term, with the numbers in."""
+        known = self._evaluated(values)
+        return [term.explain(known) for term in self.terms]
+
+    def _evaluated(self, values: Mapping[str, float]) -> dict[str, float]:
+        known = dict(values)
+        for term in self.terms:
+            known[term.name] = term(known)
+        return known
 
 
 @functools.cache
 def cost_model() -> CostModel:
-    """The cost of one call, in seconds."""
-    work = BLOCKS * SPLITS
-    running = Min(work, RESIDENT * UNITS)
-    per_unit = Max(1, running / UNITS)
+    """The cost of one call."""
+    terms: list[Formula] = []
+
+    def term(name: str, expression: Expr, unit: str = "") -> Symbol:
+        terms.append(Formula(name, expression, unit))
+        return terms[-1].symbol
+
+    work = term("ctas", BLOCKS * SPLITS)
+    room = term("room", RESIDENT * UNITS, "CTAs")
+    running = term("running", Min(work, room), "CTAs")
+    per_unit = term("per_unit", Max(1, running / UNITS), "CTAs")
     # A last wave that is not full still costs most of a wave, and less than a whole one.
-    waves = Max(1, (ceiling(work / (RESIDENT * UNITS)) + work / (RESIDENT * UNITS)) / 2)
-    tiles = ceiling(KEYS / (BN * SPLITS))
+    waves = term("waves", Max(1, (ceiling(work / room) + work / room) / 2))
+    tiles = term("tiles", ceiling(KEYS / (BN * SPLITS)))
     # Blocks of rows that read the same keys at the same time are served by the cache, at a few times the bandwidth.
-    fetched = Max(1 / READERS, _CACHE_SHARE)
-    memory = fetched * TILE_BYTES * running * (RUN + _SECTOR) / (RUN * BANDWIDTH)
+    fetched = term("fetched_bytes", TILE_BYTES * Max(1 / READERS, _CACHE_SHARE), "bytes")
+    memory = term("t_memory", fetched * running * (1 + _SECTOR / RUN) / BANDWIDTH, "s")
     # Narrow tiles and few rows per warp read their operands more often than they multiply.
-    reuse = (BN + 16) / BN * (1 + 8 / Max(16, BM / WARPS))
-    matrix = 2 * BM * BN * (DIM_QK + DIM_V) * reuse * per_unit * UNITS / FLOPS
+    reuse = term("reuse", (BN + 16) / BN * (1 + 8 / Max(16, BM / WARPS)))
+    matrix = term("t_products", 2 * BM * BN * (DIM_QK + DIM_V) * reuse * per_unit * UNITS / FLOPS, "s")
     # Four schedulers of a unit issue what every warp does per tile beside its elements.
-    issue = BM * BN * _SOFTMAX_CYCLES_PER_ELEMENT / _LANES + WARPS * _TILE_CYCLES / 4
-    softmax = issue * per_unit / CLOCK
-    own = (_TILE_CYCLES + _EXCHANGE_CYCLES * log(SPREAD, 2)) / CLOCK
-    own += BM * BN * _SOFTMAX_CYCLES_PER_ELEMENT / (WARP_WIDTH * WARPS * CLOCK)
+    exchange = _EXCHANGE_CYCLES * log(SPREAD, 2)
+    issue = BM * BN * _SOFTMAX_CYCLES_PER_ELEMENT / _LANES + WARPS * (_TILE_CYCLES / 4 + exchange / 8)
+    softmax = term("t_softmax", issue * per_unit / CLOCK, "s")
+    elements = BM * BN * _SOFTMAX_CYCLES_PER_ELEMENT / (WARP_WIDTH * WARPS)
+    own = term("t_chain", (_TILE_CYCLES + exchange + elements) / CLOCK, "s")
     # Buffers that fill while a tile is computed; a single one is refilled as soon as its last reader is done.
-    ahead = Max(1, STAGES - Rational(1, 2))
-    latency = Max(own, _MEMORY_LATENCY / ahead)
-    # The slowest decides; the others overlap with it, but never quite, and a CTA's own chain least of all.
-    overlap = (memory + matrix + softmax) * _IMPERFECT + own / (ahead**2 * per_unit)
-    tile = Max(memory, matrix + softmax / 2, latency) + overlap
-    merge = Min(1, SPLITS - 1) * (_LAUNCH / 2 + 2 * SPLITS * RESULTS / BANDWIDTH)
-    terms = (
-        Formula("waves", waves),
-        Formula("tiles of one split", tiles),
-        Formula("bytes of a tile, s", memory),
-        Formula("latency of a tile, s", latency),
-        Formula("products of a tile, s", matrix),
-        Formula("softmax and bookkeeping of a tile, s", softmax),
-        Formula("imperfect overlap of a tile, s", overlap),
-        Formula("merge of the splits, s", merge),
-    )
-    return CostModel(terms, Formula("time of the call, s", waves * (_START + tiles * tile) + merge + _LAUNCH))
+    ahead = term("ahead", Max(1, STAGES - Rational(1, 2)), "tiles")
+    latency = term("t_latency", Max(own, _MEMORY_LATENCY / ahead), "s")
+    # The slowest decides; the others overlap with it, but never quite. What a CTA waits for by itself is hidden by
+    # its buffers and by its neighbours.
+    exposed = (_MEMORY_LATENCY + own) / (ahead**3 * per_unit)
+    overlap = term("t_overlap", (memory + matrix + softmax) * _IMPERFECT + exposed, "s")
+    tile = term("t_tile", Max(memory, matrix + softmax / 2, latency) + overlap, "s")
+    merge = term("t_merge", Min(1, SPLITS - 1) * (_LAUNCH / 2 + 2 * SPLITS * RESULTS / BANDWIDTH), "s")
+    term("t_call", waves * (_START + tiles * tile) + merge + _LAUNCH, "s")
+    return CostModel(tuple(terms))
 
 
 def cost_values(

@@ -11,21 +11,43 @@ import sympy
 
 @dataclasses.dataclass(frozen=True)
 class Formula:
-    """A named sympy expression over named numbers."""
+    """A named sympy expression over named numbers.
+
+    Attributes:
+        unit: of its value, for people.
+    """
 
     name: str
     expression: sympy.Expr
+    unit: str = ""
 
     def __call__(self, values: Mapping[str, float]) -> float:
         """Its value; ``values`` may hold more names than it uses."""
         names, function = _compiled(self.expression)
         return function(*(values[name] for name in names))
 
+    @property
+    def symbol(self) -> sympy.Symbol:
+        """Its name as a symbol, for formulas that build on it."""
+        return size(self.name)
+
     def explain(self, values: Mapping[str, float]) -> str:
-        """``name: expression = value`` and the numbers that went in."""
+        """``name = expression = value unit`` and the numbers that went in."""
+        return f"{self.name} = {_printed(self.expression)} = {self.result(values)} {self.numbers(values)}".rstrip()
+
+    def result(self, values: Mapping[str, float]) -> str:
+        """Its value with its unit."""
+        return f"{shown(self(values))} {self.unit}".rstrip()
+
+    def numbers(self, values: Mapping[str, float]) -> str:
+        """The numbers that go in: ``(block_m=16, warps=4)``."""
         names, _ = _compiled(self.expression)
-        numbers = ", ".join(f"{name}={values[name]:g}" for name in names)
-        return f"{self.name}: {_printed(self.expression)} = {self(values):.4g} with {numbers}"
+        return f"({', '.join(f'{name}={shown(values[name])}' for name in names)})" if names else ""
+
+
+def shown(number: float) -> str:
+    """A number for people: whole ones in full, others to four digits."""
+    return str(int(number)) if float(number).is_integer() and abs(number) < 1e9 else f"{number:.4g}"
 
 
 def size(name: str) -> sympy.Symbol:
@@ -36,7 +58,13 @@ def size(name: str) -> sympy.Symbol:
 @functools.cache
 def _compiled(expression: sympy.Expr) -> tuple[tuple[str, ...], Callable[..., float]]:
     symbols = sorted(expression.free_symbols, key=lambda symbol: symbol.name)
-    return tuple(symbol.name for symbol in symbols), sympy.lambdify(symbols, expression, "math")
+    return tuple(symbol.name for symbol in symbols), sympy.lambdify(
+        symbols, expression, [{"CeilDiv": _ceil_div}, "math"]
+    )
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
 
 
 @functools.cache

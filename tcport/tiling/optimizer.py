@@ -15,7 +15,7 @@ from tcport.tiling.constraints import Constraint, constraints, tile_values, vect
 from tcport.tiling.cost import cost_model, cost_values
 from tcport.tiling.limits import Limits, limits_of
 from tcport.tiling.problem import Problem, padded, problem_of
-from tcport.tiling.splits import split_count
+from tcport.tiling.splits import split_count, splits_at
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class TileLayoutOptimizer:
     def rank(self) -> Ranking:
         """See :func:`rank_tiles`."""
         if self.profile.vendor == "cpu":
-            return _cpu_ranking(self.problem, self.limits, self.profile)
+            return _cpu_ranking(self.problem, self.limits, self.profile, self.spec.num_splits)
         legal: list[TileConfig] = []
         pressed: list[TileConfig] = []
         rejected: list[tuple[TileConfig, str]] = []
@@ -72,7 +72,7 @@ class TileLayoutOptimizer:
             if broken is None:
                 legal.append(self._with_splits(config))
             else:
-                rejected.append((config, broken.explain(self._values(config))))
+                rejected.append((config, broken.reason(self._values(config))))
                 if not broken.hard:
                     pressed.append(config)
         notes = self.limits.assumed
@@ -83,9 +83,9 @@ class TileLayoutOptimizer:
             rejected = [(config, why) for config, why in rejected if config not in pressed[:4]]
             notes += ("every tile is expected to spill registers; the least pressed ones are used",)
             return Ranking(self.problem.kernel, tuple(legal), tuple(rejected), tuple(map(self.cost, legal)), notes)
-        if not legal:
+        if not legal:  # candidates are listed smallest first
             raise NoTileError(
-                f"No {self.problem.kernel} tile fits: {rejected[-1][1]}.",
+                f"No {self.problem.kernel} tile fits; of {rejected[0][0]}, {rejected[0][1]}.",
                 "The PyTorch decomposition takes such a call.",
             )
         costs = {config: self.cost(config) for config in legal}
@@ -129,7 +129,7 @@ class TileLayoutOptimizer:
 
     def _cost_values(self, config: TileConfig, problem: Problem) -> dict[str, float]:
         values = cost_values(config, problem, self.profile, self.limits, self._demand(config))
-        return self._values(config) | values | {"splits": config.splits(problem.num_seqs)}
+        return self._values(config) | values | {"splits": splits_at(config.num_splits, problem.num_seqs)}
 
     def _with_splits(self, config: TileConfig) -> TileConfig:
         return dataclasses.replace(config, num_splits=self._splits(config))
@@ -166,12 +166,14 @@ def _order(config: TileConfig) -> tuple[int, ...]:
     return (config.num_warps, config.num_stages, -config.block_n, config.block_m)
 
 
-def _cpu_ranking(problem: Problem, limits: Limits, profile: DeviceProfile) -> Ranking:
+def _cpu_ranking(problem: Problem, limits: Limits, profile: DeviceProfile, forced_splits: int | None) -> Ranking:
     """One tile: keys and values of a block stay in half of a core's second-level cache; splits occupy the cores."""
     row_bytes = (problem.dim_qk + problem.dim_v) * problem.kv_bytes
-    keys = (profile.l2_bytes or 256 * 1024) // 2 // row_bytes
+    keys = max(1, (profile.l2_bytes or 256 * 1024) // 2 // row_bytes)
     block_n = min(512, max(16, 1 << (keys.bit_length() - 1)))
     blocks = problem.num_seqs * problem.num_kv_heads
     splits = max(1, min(limits.compute_units // blocks, problem.max_context // block_n))
-    config = TileConfig(padded(problem.rows), block_n, 1, 1, splits)
+    if problem.open_batch:
+        splits = 1
+    config = TileConfig(padded(problem.rows), block_n, 1, 1, forced_splits or splits)
     return Ranking(problem.kernel, (config,), (), (), ("the CPU's kernels take the block of keys and the splits",))

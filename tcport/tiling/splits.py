@@ -5,6 +5,7 @@ from __future__ import annotations
 import sympy
 
 from tcport.ir import BATCH, CeilDiv, Dim
+from tcport.tiling.formula import Formula
 from tcport.tiling.problem import Problem
 
 # Two CTAs per unit hide each other's latencies; more only make more partial results.
@@ -50,3 +51,8 @@ def split_count(problem: Problem, block_m: int, block_n: int, units: int, reside
         return sympy.Max(1, sympy.Min(most, CeilDiv(wanted, work)))
     # floor(room / work), said with the ceiling that a traced batch size knows how to evaluate.
     return sympy.Max(1, sympy.Min(most, CeilDiv(room + 1 - work, work)))
+
+
+def splits_at(splits: Dim, batch: int) -> int:
+    """The number of splits at a batch of this size."""
+    return splits if isinstance(splits, int) else int(Formula("splits", splits)({BATCH.name: batch}))

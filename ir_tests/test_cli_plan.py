@@ -1,0 +1,64 @@
+"""The command line without a GPU: plans for devices that are not in the room, the catalogue, refusals."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from tcport.cli import app
+
+run = CliRunner().invoke
+
+
+def test_plan_prints_ranking_terms_and_rejections():
+    result = run(app, ["plan", "--device", "rtx4090", "--dim", "256", "--no-compile", "--top", "2"])
+    assert result.exit_code == 0
+    assert "decode on NVIDIA GeForce RTX 4090 (sm_89)" in result.output
+    assert "shared memory of a CTA = " in result.output
+    assert "t_call = " in result.output
+    assert "exceeds the limit of" in result.output
+
+
+def test_plan_as_json_has_every_config_and_its_reason():
+    arguments = ["plan", "--device", "t4", "--hq", "28", "--hkv", "4", "--page", "1056", "--no-compile", "--json"]
+    data = json.loads(run(app, arguments).output)
+    assert data["kernel"] == "decode"
+    assert data["device"]["arch"] == "sm_75"
+    assert all(config["seconds"] > 0 for config in data["configs"])
+    assert all("exceeds the limit" in rejected["reason"] for rejected in data["rejected"])
+    assert data["compiled"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device", "h20"], "Did you mean"),
+        (["--device", "h200", "--hq", "7", "--hkv", "2"], "7 query heads and 2 KV heads"),
+        (["--device", "h200", "--dtype", "bf17"], "'bf17'"),
+        (
+            ["--device", "t4", "--hq", "128", "--hkv", "1", "--dim", "576", "--dim-v", "512", "--latent"],
+            "No decode tile",
+        ),
+    ],
+)
+def test_refusals_are_sentences(arguments, message):
+    result = run(app, ["plan", "--no-compile", *arguments])
+    assert result.exit_code == 1
+    assert message in result.output
+    as_json = run(app, ["plan", "--no-compile", "--json", *arguments])
+    assert message in json.loads(as_json.stdout)["refusal"]
+
+
+def test_profile_files_are_taken(tmp_path):
+    path = tmp_path / "slice.json"
+    path.write_text('{"vendor": "nvidia", "arch": "sm_90", "compute_units": 14}')
+    data = json.loads(run(app, ["plan", "--device", str(path), "--no-compile", "--json"]).output)
+    assert data["device"]["compute_units"] == 14
+    assert any("is unknown" in note for note in data["notes"])
+
+
+def test_devices_lists_what_is_here_and_what_is_not():
+    listed = json.loads(run(app, ["devices", "--json"]).output)
+    assert "cpu" in listed["present"]
+    assert len(listed["catalogue"]) == 17
+    assert "b580" in run(app, ["devices"]).output

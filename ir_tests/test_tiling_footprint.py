@@ -1,0 +1,139 @@
+"""The compile check: real compilers for devices that are not in the room, and what it does when they fail."""
+
+import pytest
+from test_tiling_rank import decode_spec
+
+from tcport.device import catalogue_profile
+from tcport.errors import OutOfResourcesError
+from tcport.ir import TileConfig
+from tcport.tiling import TileLayoutOptimizer, fit, footprint, rank_tiles
+from tcport.tiling.fit import step_down
+from tcport.tiling.footprint import Compiled, Footprint, compile_target, measure
+
+GQA = {"num_q_heads": 64, "num_kv_heads": 8}
+CASES = {
+    # device: (limit of shared memory, spec)
+    "mi300x": (64 * 1024, {"dim_qk": 256, "dim_v": 256, "page": 1056}),
+    "rtx4090": (99 * 1024, {"dim_qk": 512, "dim_v": 512, "page": 64}),
+    "a100": (163 * 1024, {"dim_qk": 320, "dim_v": 320, "page": 256, "kv_dtype": "float8_e4m3fn", "kv_scales": True}),
+    "h200": (227 * 1024, {"dim_qk": 192, "dim_v": 128, "page": 16, "context": 65536}),
+}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("footprints")
+
+
+@pytest.mark.parametrize("device", CASES)
+def test_the_chosen_kernel_compiles_below_the_limit(device, cache):
+    limit, changes = CASES[device]
+    spec, profile = decode_spec(**GQA, **changes), catalogue_profile(device)
+    accepted = fit.fit(spec, profile, rank_tiles(spec, profile), cache=cache)
+    attention = accepted.compiled.footprints[0]
+    assert attention.kernel == "paged_attention_kernel"
+    assert 0 < attention.shared <= limit
+    assert attention.threads <= 1024
+    assert 0 < attention.registers <= (512 if device == "mi300x" else 255)
+    assert attention.spill == 0
+    # The constraint never promises less than the compiler takes, nor twice as much.
+    optimizer = TileLayoutOptimizer(spec, profile)
+    promised = float(optimizer.explain(accepted.config)[0].split(" bytes")[0].split("= ")[-1])
+    assert attention.shared <= promised <= 2 * attention.shared + 1024
+
+
+def test_the_second_check_compiles_nothing(cache, monkeypatch):
+    spec, profile = decode_spec(), catalogue_profile("h200")
+    config = TileConfig(16, 32, 1, 3)
+    first = measure(spec, [config], profile, cache=cache)
+
+    def forbidden(requests):
+        assert requests == []
+        return []
+
+    monkeypatch.setattr(footprint, "_run_workers", forbidden)
+    assert measure(decode_spec(batch=3, context=99), [config], profile, cache=cache) == first
+    # Two 32-key buffers of K and V, 16 query rows, and a little scratch: 36864 bytes and less than 1 KiB.
+    assert 36864 <= first[0].footprints[0].shared < 36864 + 1024
+
+
+def test_a_compiler_that_aborts_costs_its_own_tile_only(cache):
+    spec, profile, tiles = decode_spec(), catalogue_profile("h200"), [TileConfig(16, n, 1, 3) for n in (32, 16)]
+    wide, narrow = measure(spec, tiles, profile, "broken_kernels:aborts_on_wide_tiles", cache)
+    assert "ended with code -6" in wide.error
+    assert narrow == Compiled()
+    raised = measure(spec, tiles, profile, "broken_kernels:raises", cache)
+    assert [result.error for result in raised] == ["RuntimeError: no such instruction"] * 2
+
+
+def test_no_compiler_for_the_target_is_said():
+    profile = catalogue_profile("b580")
+    assert compile_target(profile) is None
+    spec = decode_spec()
+    accepted = fit.fit(spec, profile, rank_tiles(spec, profile))
+    assert "no compiler for intel bmg" in accepted.compiled.error
+
+
+def test_targets_follow_the_profile():
+    assert compile_target(catalogue_profile("rtx_pro_6000")) == ("cuda", 120, 32)
+    assert compile_target(catalogue_profile("mi355x")) == ("hip", "gfx950", 64)
+    assert compile_target(catalogue_profile("gfx1151")) == ("hip", "gfx1151", 32)
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """Stands for the compile check: shared memory and spills as the test says."""
+    tried = []
+
+    def install(shared, spill=lambda config: 0):
+        def stand_in(spec, configs, profile, entry=None, cache=None):
+            tried.extend(configs)
+            kernels = (Footprint("k", shared(c), 100, spill(c), 32 * c.num_warps) for c in configs)
+            return [Compiled((kernel,)) for kernel in kernels]
+
+        monkeypatch.setattr(fit, "measure", stand_in)
+        return tried
+
+    return install
+
+
+def test_too_much_shared_memory_steps_down_stages_before_the_tile(compiler):
+    spec, profile = decode_spec(tokens=4096, batch=1), catalogue_profile("h200")
+    ranking = rank_tiles(spec, profile)
+    first = ranking.configs[0]
+    tried = compiler(lambda config: 300_000 if config.block_m * config.block_n >= first.block_m * first.block_n else 1)
+    accepted = fit.fit(spec, profile, ranking)
+    stages = [c.num_stages for c in tried if (c.block_m, c.block_n, c.num_warps) == (128, 64, first.num_warps)]
+    assert stages == sorted(stages, reverse=True)
+    assert accepted.config.block_m * accepted.config.block_n < first.block_m * first.block_n
+    assert [config for config, _ in accepted.steps] == tried[:-1]
+    assert "needs 300000 bytes of shared memory; the device has 232448" in accepted.steps[0][1]
+
+
+def test_spills_are_left_for_more_warps_or_a_smaller_tile_and_accepted_when_nothing_is_better(compiler):
+    spec, profile = decode_spec(), catalogue_profile("h200")
+    ranking = rank_tiles(spec, profile)
+    tried = compiler(lambda config: 1, lambda config: 8 if config.num_warps == 1 else 0)
+    assert fit.fit(spec, profile, ranking).config.num_warps > 1
+    shapes = [(c.block_m, c.block_n, c.num_warps) for c in tried]
+    assert len(set(shapes)) == len(shapes)
+    compiler(lambda config: 1, lambda config: 64 // config.num_warps)
+    accepted = fit.fit(spec, profile, ranking)
+    assert accepted.compiled.spill == min(64 // config.num_warps for config, _ in accepted.steps)
+
+
+def test_nothing_fits_is_a_typed_refusal_with_the_numbers(compiler):
+    spec, profile = decode_spec(), catalogue_profile("t4")
+    compiler(lambda config: 65792)
+    with pytest.raises(OutOfResourcesError, match="needs 65792 bytes of shared memory; the device has 65536"):
+        fit.fit(spec, profile, rank_tiles(spec, profile))
+
+
+def test_step_down_ends():
+    ranking = rank_tiles(decode_spec(), catalogue_profile("rtx4090"))
+    tried = {ranking.configs[0]: ""}
+    config = ranking.configs[0]
+    while (config := step_down(config, ranking, tried)) is not None:
+        assert config not in tried
+        tried[config] = ""
+    assert set(tried) == set(ranking.configs)

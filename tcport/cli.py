@@ -1,0 +1,146 @@
+"""The command line: ``python -m tcport plan`` and ``python -m tcport devices``. Nothing here needs a GPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from tcport.device import FACTS, DeviceProfile, catalogue, catalogue_profile, device_profile, load_profile
+from tcport.device.sources import present_devices
+from tcport.errors import TcportError
+from tcport.tiling.plan import Plan, make_plan, plain_spec
+
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, help="Paged attention for torch.compile: plans and facts."
+)
+# A pipe has no width of its own: tables get room for their names.
+_console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 140)
+
+_DTYPES = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp32": "float32",
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+    "int8": "int8",
+}
+
+
+@app.command()
+def plan(
+    device: Annotated[
+        str | None, typer.Option(help="Catalogue name or profile file; default: the present one.")
+    ] = None,
+    hq: Annotated[int, typer.Option(help="Query heads.")] = 32,
+    hkv: Annotated[int, typer.Option(help="KV heads.")] = 8,
+    dim: Annotated[int, typer.Option(help="Head dim of queries and keys.")] = 128,
+    dim_v: Annotated[int | None, typer.Option(help="Head dim of values; default: the keys'.")] = None,
+    page: Annotated[int, typer.Option(help="Tokens of a page.")] = 16,
+    batch: Annotated[int, typer.Option(help="Sequences.")] = 64,
+    context: Annotated[int, typer.Option(help="Keys of the longest sequence.")] = 8192,
+    tokens: Annotated[int | None, typer.Option(help="Query tokens of the batch; default: decode.")] = None,
+    dtype: Annotated[str, typer.Option(help=f"Of queries: {', '.join(_DTYPES)}.")] = "bf16",
+    kv_dtype: Annotated[str | None, typer.Option(help="Of the cache; default: the queries'.")] = None,
+    latent: Annotated[bool, typer.Option(help="V is the first components of K (MLA).")] = False,
+    compile_check: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile the best tiles.")] = True,
+    top: Annotated[int, typer.Option(help="Tiles and rejections to print.")] = 8,
+    as_json: Annotated[bool, typer.Option("--json", help="Print plain data.")] = False,
+) -> None:
+    """Rank the tiles of one call on one device, with every reason and the compiled footprint."""
+    try:
+        profile = device_profile() if device is None else load_profile(device)
+        spec = plain_spec(
+            num_q_heads=hq,
+            num_kv_heads=hkv,
+            dim_qk=dim,
+            dim_v=dim if dim_v is None else dim_v,
+            page=page,
+            batch=batch,
+            context=context,
+            tokens=tokens,
+            dtype=_DTYPES.get(dtype, dtype),
+            kv_dtype=_DTYPES.get(kv_dtype or dtype, kv_dtype or dtype),
+            latent=latent,
+        )
+        made = make_plan(spec, profile, check=compile_check)
+    except TcportError as error:
+        typer.echo(json.dumps({"refusal": str(error)}) if as_json else f"refused: {error}", err=not as_json)
+        raise typer.Exit(1) from error
+    if as_json:
+        typer.echo(json.dumps(made.to_dict(), indent=2))
+    else:
+        _print_plan(made, top)
+
+
+@app.command()
+def devices(as_json: Annotated[bool, typer.Option("--json", help="Print plain data.")] = False) -> None:
+    """List the devices that are present and those of the catalogue."""
+    present = {str(device): device_profile(device) for device in present_devices()}
+    listed = {name: catalogue_profile(name) for name in catalogue()}
+    if as_json:
+        groups = {"present": present, "catalogue": listed}
+        typer.echo(json.dumps({k: {n: p.to_dict() for n, p in g.items()} for k, g in groups.items()}, indent=2))
+        return
+    for title, group in (("present", present), ("catalogue", listed)):
+        _console.print(_device_table(title, group))
+    for name, profile in present.items():
+        if profile.basic_mode:
+            _console.print(f"{name} is in basic mode: {escape(profile.basic_mode)}")
+        for note in profile.notes:
+            _console.print(f"{name}: {escape(note)}")
+        missing = [fact for fact in FACTS if fact in profile.unknown]
+        if missing:
+            _console.print(f"{name}: unknown: {', '.join(missing)} (reasons with --json)")
+
+
+def _print_plan(made: Plan, top: int) -> None:
+    ranking, profile = made.ranking, made.profile
+    _console.print(f"{ranking.kernel} on {profile.name or profile.vendor} ({profile.arch or 'target unknown'})")
+    table = Table("rank", "tile", "estimate, us")
+    costs = ranking.costs or (None,) * len(ranking.configs)
+    for place, (config, cost) in enumerate(zip(ranking.configs[:top], costs, strict=False), 1):
+        table.add_row(str(place), str(config), "-" if cost is None else f"{cost * 1e6:.1f}")
+    _console.print(table)
+    for line in (*made.terms, *ranking.notes):
+        _console.print("  " + escape(line))
+    if made.fit is not None:
+        for config, reason in made.fit.steps:
+            _console.print(f"stepped down from {config}: {escape(reason)}")
+        unchecked = made.fit.compiled.error
+        outcome = f"not checked: {unchecked}" if unchecked else "compiled:"
+        _console.print(f"accepted {made.fit.config}, {escape(outcome)}")
+        for footprint in made.fit.compiled.footprints:
+            _console.print("  " + escape(str(footprint)))
+    if made.refusal:
+        _console.print(f"refused: {escape(made.refusal)}")
+    if ranking.rejected:
+        _console.print(f"rejected {len(ranking.rejected)}:")
+    for config, reason in ranking.rejected[:top]:
+        _console.print(f"  {config}: {escape(reason)}")
+
+
+def _device_table(title: str, group: dict[str, DeviceProfile]) -> Table:
+    table = Table("device", "name", "target", "units", "shared/CTA", "L2", "memory", "bandwidth", title=title)
+    for name, p in group.items():
+        table.add_row(
+            name,
+            p.name or "?",
+            p.arch or "?",
+            _number(p.compute_units, 1, ""),
+            _number(p.shared_per_cta_optin, 1024, " KiB"),
+            _number(p.l2_bytes, 1 << 20, " MiB"),
+            _number(p.memory_bytes, 10**9, " GB"),
+            _number(p.memory_bandwidth, 1e9, " GB/s"),
+        )
+    return table
+
+
+def _number(value: float | None, unit: float, suffix: str) -> str:
+    return "?" if value is None else f"{value / unit:.5g}{suffix}"
