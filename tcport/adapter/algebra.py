@@ -56,6 +56,12 @@ class Space:
         """The coordinate symbols (not the size symbols) in ``exprs``, those inside reads included."""
         return {s for e in exprs for s in e.free_symbols if s in self.sizes}
 
+    def in_order(self, coord: Expr) -> list[Symbol]:
+        """The coordinates merged in one, slowest first."""
+        weight = {s: coord.coeff(s) for s in self.symbols_of(coord)}
+        slower = {s: sum(divided(weight[s], w) is not None for w in weight.values()) for s in weight}
+        return sorted(weight, key=lambda s: -slower[s])
+
     def size_of(self, symbols: Iterable[Symbol]) -> Expr:
         """Number of points in the box that ``symbols`` span."""
         return sympy.expand(sympy.prod([self.sizes[s] for s in symbols]))

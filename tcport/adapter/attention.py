@@ -158,7 +158,7 @@ def _roles_of(reader: Reader, attention: Attention) -> Roles:
     if column in space.symbols_of(*key.ref.coords, *value.ref.coords):
         raise Rejected("layout", "the keys of a sequence do not follow each other page by page")
 
-    outer = [s for c in attention.coords for s in in_order(space, c)]
+    outer = [s for c in attention.coords for s in space.in_order(c)]
     sequences = [s for s in outer if table_at.has(s)]
     heads = [s for s in outer if _has(key, s) and s not in sequences]
     value_dim = [s for s in outer if _has(value, s) and s not in sequences and s not in heads]
@@ -276,13 +276,6 @@ def _query_dims(space: Space, attention: Attention, left: list[Expr]) -> tuple[l
 
     tokens = [symbol for symbol in left if is_token(symbol)]
     return [symbol for symbol in left if symbol not in tokens], tokens
-
-
-def in_order(space: Space, coord: Expr) -> list[Expr]:
-    """The coordinates merged in one dimension, slowest first."""
-    weight = {s: coord.coeff(s) for s in space.symbols_of(coord)}
-    slower = {s: sum(divided(weight[s], w) is not None for w in weight.values()) for s in weight}
-    return sorted(weight, key=lambda s: -slower[s])
 
 
 def _has(element: Stored, symbol: Expr) -> bool:

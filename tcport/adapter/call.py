@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Iterator
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from sympy import Expr
 from torch.fx import Node
 
 from tcport.adapter import aliasing
-from tcport.adapter.attention import Roles, in_order
+from tcport.adapter.algebra import equal
+from tcport.adapter.attention import Roles
 from tcport.adapter.booleans import TRUE
 from tcport.adapter.emit import Emitter, Groups
 from tcport.adapter.graph import op_name
@@ -53,7 +55,7 @@ def match_of(reader: Reader, roles: Roles, matcher: str) -> Match:
         emit.use(reader.space, list(roles.forms), out.device)
         return _build(emit, reader, roles, cache, query)
 
-    return Match("paged_attention", anchor, build, frozenset(interior - {anchor}), tuple(notes), matcher)
+    return Match("paged_attention", anchor, build, interior - {anchor}, notes=tuple(notes), matcher=matcher)
 
 
 def _build(emit: Emitter, reader: Reader, roles: Roles, cache_dtype: torch.dtype, query_dtype: torch.dtype) -> Node:
@@ -176,7 +178,7 @@ def _per_head(emit: Emitter, ref: Ref, heads: list[Expr]) -> Node:
 def _in_shape(emit: Emitter, out: Node, roles: Roles, tokens: list[Expr], heads: list[Expr]) -> Node:
     """The packed result in the shape of the anchor."""
     space, anchor = emit.space, roles.attention.anchor
-    wanted = [s for coord in roles.attention.coords for s in in_order(space, coord)]
+    wanted = [s for coord in roles.attention.coords for s in space.in_order(coord)]
     units: list[list[Expr]] = []
     for group in (tokens, heads, [*roles.value_dim]):
         for symbol in group:
@@ -192,7 +194,7 @@ def _in_shape(emit: Emitter, out: Node, roles: Roles, tokens: list[Expr], heads:
         return emit.call("reshape", out, *shape)
     spread = emit.call("reshape", out, *(emit.size(space.size_of(unit)) for unit in units))
     turned = emit.call("permute", spread, *order)
-    if len(units) == len(shape):
+    if all(equal(have, want) for have, want in zip_longest(shape_of(turned), shape_of(anchor), fillvalue=-1)):
         return turned
     return emit.call("reshape", turned, *shape)
 

@@ -12,7 +12,7 @@ from tcport.adapter.algebra import equal
 from tcport.adapter.emit import Emitter
 from tcport.adapter.graph import GraphFacts, op_name
 from tcport.adapter.report import Match, Rejected, Rejection
-from tcport.adapter.sizes import size_expr, tensor_of
+from tcport.adapter.sizes import shape_of, size_expr, tensor_of
 from tcport.errors import TcportError
 
 _ASK_SIZES = frozenset({"size", "dim", "stride", "numel", "shape", "dtype", "device", "sym_size"})
@@ -52,6 +52,7 @@ def _rewrite(facts: GraphFacts, match: Match, memo: dict, replaced: dict[Node, N
     try:
         result = match.build(emit) if match.build is not None else None
         if result is not None:
+            _check_shape(result, match.node)
             result = _with_layout(emit, result, match.node)
     except (Rejected, TcportError) as refused:
         emit.undo()
@@ -62,6 +63,16 @@ def _rewrite(facts: GraphFacts, match: Match, memo: dict, replaced: dict[Node, N
         match.node.replace_all_uses_with(result)
         replaced[match.node] = result
     return match
+
+
+def _check_shape(result: Node, anchor: Node) -> None:
+    new, old = tensor_of(result), tensor_of(anchor)
+    if new is None or old is None:
+        return
+    if new.dtype != old.dtype or new.dim() != old.dim() or not all(map(equal, shape_of(result), shape_of(anchor))):
+        raise Rejected(
+            "layout", f"the replacement is {new.dtype} {tuple(new.shape)}, not {old.dtype} {tuple(old.shape)}"
+        )
 
 
 def _with_layout(emit: Emitter, result: Node, anchor: Node) -> Node:
@@ -136,14 +147,14 @@ def _still_needed(facts: GraphFacts, going: list[Match]) -> dict[Node, Node]:
 def _sweep(gm: GraphModule, matches: Iterable[Match]) -> None:
     """Erase what only the replaced nodes needed."""
     done = [match for match in matches if match.build is not None]
-    candidates = {node for match in done for node in (match.node, *match.interior)}
+    own = {node for match in done for node in (match.node, *match.interior, *match.carried)}
+    candidates = set(own)
     pending = list(candidates)
     while pending:
         for node in pending.pop().all_input_nodes:
             if node not in candidates and node.op not in ("placeholder", "get_attr"):
                 candidates.add(node)
                 pending.append(node)
-    own = {node for match in done for node in (match.node, *match.interior)}
     for node in reversed(list(gm.graph.nodes)):
         if node in candidates and not node.users and (node in own or _is_pure(node)):
             gm.graph.erase_node(node)

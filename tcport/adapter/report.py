@@ -23,6 +23,7 @@ class Match:
         node: the node whose value the operator gives.
         build: emits the replacement and returns the node that takes the place of ``node`` (None: nothing to replace).
         interior: nodes that exist only to compute ``node``. They disappear with it, so nothing else may use them.
+        carried: other nodes that the replacement carries out along with ``node``; ``build`` redirects their users.
         notes: what a reader should know about this match, one sentence each.
         matcher: name of the matcher that found it.
     """
@@ -31,6 +32,7 @@ class Match:
     node: Node
     build: Callable[[Emitter], Node | None] | None = dataclasses.field(default=None, repr=False, compare=False)
     interior: frozenset[Node] = dataclasses.field(default=frozenset(), repr=False)
+    carried: frozenset[Node] = dataclasses.field(default=frozenset(), repr=False)
     notes: tuple[str, ...] = ()
     matcher: str = ""
 

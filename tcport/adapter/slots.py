@@ -11,7 +11,7 @@ from sympy import Expr
 from torch.fx import Node
 
 from tcport.adapter import aliasing
-from tcport.adapter.algebra import Read, divided
+from tcport.adapter.algebra import FloorDiv, Read, divided
 from tcport.adapter.graph import GraphFacts
 from tcport.adapter.reader import Reader, Ref
 from tcport.adapter.report import Rejected
@@ -65,6 +65,7 @@ def slot_write(reader: Reader, node: Node) -> SlotWrite | None:
     target = target_of(reader, node)
     if target is None:
         return None
+    target = _split(reader, target)
     space, root, coords = reader.space, target.cache.node, target.cache.coords
     indexed = [d for d, c in enumerate(coords) if c.has(Read)]
     partial = [d for d, c in enumerate(coords) if not is_full(root, d, c, space.sizes)]
@@ -93,6 +94,25 @@ def slot_write(reader: Reader, node: Node) -> SlotWrite | None:
         moved[slotted[0]] = page_size * page + place
     cache = dataclasses.replace(target.cache, coords=tuple(moved))
     return SlotWrite(target, cache, slots, tuple(tokens), tuple(features[:-1]), tuple(features[-1:]), page, place)
+
+
+def _split(reader: Reader, target: Target) -> Target:
+    """Name apart what the cache has apart: a row of heads x head dim becomes a head and a place in it."""
+    space = reader.space
+    for coord in target.cache.coords:
+        for part in coord.atoms(FloorDiv):
+            whole, size = part.args
+            high = divided(space.sizes[whole], size) if whole in target.coords else None
+            if high is None:
+                continue
+            apart = {whole: size * space.symbol("high", high) + space.symbol("low", size)}
+            moved = [
+                dataclasses.replace(ref, coords=tuple(space.substitute(c, apart) for c in ref.coords))
+                for ref in (target.cache, target.value)
+            ]
+            symbols = [s for c in target.coords for s in space.in_order(space.substitute(c, apart))]
+            return _split(reader, dataclasses.replace(target, cache=moved[0], value=moved[1], coords=tuple(symbols)))
+    return target
 
 
 def attentions(facts: GraphFacts) -> Iterator[tuple[Node, Node]]:

@@ -45,7 +45,7 @@ def target_of(reader: Reader, node: Node) -> Target | None:
     if handler is None or len(changed) != 1:
         return None
     held = tensor_of(changed[0])
-    if held is None or held.dim() < 3 or held.dtype in (torch.bool, torch.int32, torch.int64):
+    if held is None or held.dtype in (torch.bool, torch.int32, torch.int64):
         return None
     try:
         written = handler(reader, node, changed[0], *node.args[1:], **node.kwargs)
@@ -58,7 +58,7 @@ def target_of(reader: Reader, node: Node) -> Target | None:
     path = reader.path(Ref(changed[0], tuple(inside), time))
     cache = [step for step in path if aliasing.aliases(step.node, changed[0])][-1]
     at = reader.broadcast(value, Ref(node, coords, time))
-    return Target(node, changed[0], cache, at, coords)
+    return Target(node, changed[0], cache, at, coords) if len(cache.coords) >= 3 else None
 
 
 def region_shape(reader: Reader, node: Node, index: Any) -> tuple[Expr, ...] | None:

@@ -81,7 +81,7 @@ class _Writes:
                 write.node.replace_all_uses_with(write.target.changed)  # an in-place result is its operand
 
         note = "a negative slot is skipped, where PyTorch wraps it around"
-        return Match("kv_write", node, build, frozenset({other.node}), (note,), "writes")
+        return Match("kv_write", node, build, carried=frozenset({other.node}), notes=(note,), matcher="writes")
 
     def _pair(self, first: SlotWrite) -> None:
         """Pair a write with the nearest later one that can be its other half, or say why there is none."""
