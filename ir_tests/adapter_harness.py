@@ -40,11 +40,33 @@ class Adapted:
         return [node for node in self.graph.graph.nodes if node.target == target]
 
 
-def run(function: Callable[..., Any], *args: Any, dynamic: bool | None = False) -> Adapted:
+def run(function: Callable[..., Any], *args: Any, dynamic: bool | None = False, compare: bool = True) -> Adapted:
     """Run ``function`` eagerly and through the adapter, on copies of ``args``; compare results and every argument.
 
     Results agree to the rounding of their dtype; arguments, caches among them, agree to the last bit.
+
+    Args:
+        function: what to compile; args: its arguments.
+        dynamic: as ``torch.compile`` takes it.
+        compare: False for a function whose result is random.
     """
+    expected_args, actual_args = _copies(args), _copies(args)
+    with torch.no_grad():
+        expected = function(*expected_args)
+        adapted, actual = _compile(function, actual_args, dynamic)
+    if compare:
+        _check(actual, expected)
+    for got, want in zip(_tensors(actual_args), _tensors(expected_args), strict=True):
+        assert got.flatten().view(torch.uint8).equal(want.flatten().view(torch.uint8)), "an argument differs"
+    return adapted
+
+
+def adapt_only(function: Callable[..., Any], *args: Any) -> Adapted:
+    """Adapt ``function`` in the current grad mode, without a comparison."""
+    return _compile(function, args, False)[0]
+
+
+def _compile(function: Callable[..., Any], args: Any, dynamic: bool | None) -> tuple[Adapted, Any]:
     found: list[Adapted] = []
 
     def backend(gm: GraphModule, example_inputs: Any) -> Callable[..., Any]:
@@ -52,17 +74,9 @@ def run(function: Callable[..., Any], *args: Any, dynamic: bool | None = False) 
         return gm.forward
 
     torch._dynamo.reset()
-    expected_args, actual_args = _copies(args), _copies(args)
-    with torch.no_grad():
-        expected = function(*expected_args)
-        actual = torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=True)(*actual_args)
+    result = torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=True)(*args)
     assert len(found) == 1, f"{len(found)} graphs"
-    _check(actual, expected)
-    for got, want in zip(_tensors(actual_args), _tensors(expected_args), strict=True):
-        assert got.flatten().view(torch.uint8).equal(want.flatten().view(torch.uint8)), (
-            "an argument was changed differently"
-        )
-    return found[0]
+    return found[0], result
 
 
 def _check(actual: Any, expected: Any) -> None:

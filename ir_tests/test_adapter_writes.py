@@ -201,6 +201,22 @@ def test_padding_slots_write_nothing() -> None:
     assert v_cache.equal(expected[1])
 
 
+def test_part_of_the_head_dim() -> None:
+    def model(k_cache: Tensor, v_cache: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        k_cache[slots // 8, slots % 8, :, 4:12] = k[..., :8]
+        v_cache[slots // 8, slots % 8, :, 4:12] = v[..., :8]
+
+    assert run(model, *write_args()).kinds == ["kv_write:writes"]
+
+
+def test_one_number_everywhere_is_no_write() -> None:
+    def model(k_cache: Tensor, v_cache: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        k_cache[slots // 8] = 0.0
+        v_cache.zero_()
+
+    assert run(model, *write_args()).report.records == ()
+
+
 # Writes and attention together.
 
 
@@ -313,3 +329,18 @@ def test_prefill_step() -> None:
     adapted = run(model, *given.args, given.k, given.v)
     assert adapted.kinds == ["kv_write:writes", "paged_attention:sdpa"], adapted.report
     assert not adapted.rules
+
+
+def test_functional_update_is_a_cache_of_its_own() -> None:
+    def model(
+        q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor, slots: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        k_cache = k_cache.index_put((slots // 8, slots % 8), k)
+        v_cache = v_cache.index_put((slots // 8, slots % 8), v)
+        key, value = (c[table].flatten(1, 2).transpose(1, 2) for c in (k_cache, v_cache))
+        mask = (torch.arange(key.shape[2]) < lens[:, None])[:, None, None]
+        return F.scaled_dot_product_attention(q, key, value, mask, enable_gqa=True), k_cache, v_cache
+
+    given = problem()
+    adapted = run(model, *given.args, given.slots[:, 0], given.k[:, 0], given.v[:, 0])
+    assert adapted.kinds == ["paged_attention:sdpa"], adapted.report

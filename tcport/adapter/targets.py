@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from tcport.adapter.algebra import equal
 from tcport.adapter.gather import indexed_coords
 from tcport.adapter.graph import op_name
 from tcport.adapter.reader import Reader, Ref, is_integral
+from tcport.adapter.report import Rejected
 from tcport.adapter.sizes import leaves, shape_of, size_expr, tensor_of
 
 
@@ -39,7 +41,11 @@ class Target:
 
 
 def target_of(reader: Reader, node: Node) -> Target | None:
-    """Read a node as a write of a float tensor into a part of another; None when it is nothing of the kind."""
+    """Read a node as a write of a float tensor into a part of another; None when it is nothing of the kind.
+
+    Raises:
+        Rejected: it writes a part of a tensor that could be a cache, in a way that is not understood.
+    """
     changed = aliasing.mutated(node)
     handler = _WRITES.get(op_name(node) or "")
     if handler is None or len(changed) != 1:
@@ -48,9 +54,10 @@ def target_of(reader: Reader, node: Node) -> Target | None:
     if held is None or held.dtype in (torch.bool, torch.int32, torch.int64):
         return None
     try:
-        written = handler(reader, node, changed[0], *node.args[1:], **node.kwargs)
+        bound = inspect.signature(handler).bind(reader, node, changed[0], *node.args[1:], **node.kwargs)
     except TypeError:  # arguments of a form the handler does not know
         return None
+    written = handler(*bound.args)
     if written is None:
         return None
     inside, value, coords = written
@@ -79,13 +86,15 @@ def _symbols(reader: Reader, shape: tuple[Expr, ...]) -> tuple[Expr, ...]:
 
 
 def _setitem(reader: Reader, node: Node, changed: Node, index: Any, value: Any) -> Written | None:
-    if not isinstance(value, Node) or tensor_of(value) is None:
-        return None
+    if not isinstance(value, Node) or tensor_of(value) is None or not shape_of(value):
+        return None  # one number for all is no new key
     shape = region_shape(reader, changed, index)
-    if shape is None:
-        return None
-    coords = _symbols(reader, shape)
-    inside = indexed_coords(reader, changed, index, coords, reader.facts.position[node])
+    coords = _symbols(reader, shape or ())
+    inside = None
+    if shape is not None:
+        inside = indexed_coords(reader, changed, index, coords, reader.facts.position[node])
+    if inside is None and len(shape_of(changed)) >= 3 and changed.op in ("placeholder", "get_attr"):
+        raise Rejected("slots", f"the index of {node.name} into {changed.name} is not understood")
     return None if inside is None else (inside, value, coords)
 
 
@@ -93,7 +102,7 @@ def _index_put(
     reader: Reader, node: Node, changed: Node, indices: Any, values: Any, accumulate: bool = False
 ) -> Written | None:
     if accumulate:
-        return None
+        raise Rejected("slots", f"{node.name} adds to what {changed.name} holds")
     index = tuple(slice(None) if i is None else i for i in indices)
     return _setitem(reader, node, changed, index, values)
 

@@ -60,7 +60,7 @@ class _Writes:
                     self.writes[node] = write
         self.pairs: dict[Node, _Pair] = {}
         for write in self.writes.values():
-            if write.node not in self.pairs:
+            if write.node not in self.pairs and write.node not in self.reasons:
                 self._pair(write)
 
     def match(self, node: Node) -> Match | None:
