@@ -41,6 +41,7 @@ LAYERS = {
     "tcport.compilation": 4,
     "tcport.history": 4,
     "tcport.chain": 4,
+    "tcport.doctor": 4,
     "tcport.attention_only": 4,
     "tcport.explainer": 4,
     "tcport.runtime": 4,
