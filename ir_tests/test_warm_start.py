@@ -25,16 +25,25 @@ def attend(q, k, v, kc, vc, table, lens, slots):
     tcport.kv_write(k, v, kc, vc, slots)
     return tcport.paged_attention(q * 2, kc, vc, table, lens)
 
+if "pass" in sys.argv[2:]:
+    @tcport.register_pass(name="mine")
+    def mine(graph, ctx):
+        return 0
+
+options = {}
+if "anonymous" in sys.argv[2:]:
+    options["post_grad_custom_pre_pass"] = lambda graph: None
+
 torch.manual_seed(0)
 caches = torch.randn(8, 4, 2, 16), torch.randn(8, 4, 2, 16)
 args = (torch.randn(2, 4, 16), torch.randn(2, 2, 16), torch.randn(2, 2, 16), *caches,
         torch.tensor([[0, 1], [2, 3]]), torch.tensor([3, 7]), torch.tensor([2, 14]))
 with tcport.history.collected() as report:
-    out = torch.compile(attend, backend=backend)(*args)
+    out = torch.compile(attend, backend=backend, options=options)(*args)
 found = counters["inductor"]
 print(json.dumps({
     "hit": found["fxgraph_cache_hit"], "miss": found["fxgraph_cache_miss"], "bypass": found["fxgraph_cache_bypass"],
-    "from_cache": report.graphs[0].from_cache, "sum": out.double().sum().item(),
+    "from_cache": report.graphs[0].from_cache, "notes": report.graphs[0].notes, "sum": out.double().sum().item(),
 }))
 """
 
@@ -48,16 +57,15 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path / "src"
 
 
-def run(checkout: Path) -> dict[str, Any]:
+def run(checkout: Path, *flags: str) -> dict[str, Any]:
     environment = {
         **os.environ,
         "PYTHONPATH": str(checkout),
         "PYTHONDONTWRITEBYTECODE": "1",
         "TORCHINDUCTOR_CACHE_DIR": str(checkout.parent / "cache"),
     }
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(checkout)], env=environment, capture_output=True, text=True, cwd=checkout
-    )
+    command = [sys.executable, "-c", PROGRAM, str(checkout), *flags]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=checkout)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -74,3 +82,13 @@ def test_warm_in_a_second_process_and_cold_after_an_edit(checkout: Path) -> None
         again = run(checkout)
         assert (again["hit"], again["miss"], again["from_cache"]) == (0, 1, False), edited
         assert again["sum"] == first["sum"]
+
+
+def test_a_registered_pass_has_an_identity_and_an_anonymous_one_is_reported(checkout: Path) -> None:
+    assert run(checkout)["miss"] == 1
+    assert run(checkout, "pass")["miss"] == 1  # another pipeline, another key
+    assert run(checkout, "pass")["hit"] == 1
+    anonymous = run(checkout, "anonymous")
+    assert (anonymous["hit"], anonymous["from_cache"]) == (0, False)
+    assert anonymous["bypass"] > 0
+    assert any("cache is off" in note for note in anonymous["notes"])
