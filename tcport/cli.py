@@ -1,7 +1,8 @@
-"""The command line: ``python -m tcport plan`` and ``python -m tcport devices``. Nothing here needs a GPU."""
+"""The command line: ``python -m tcport plan``, ``devices`` and ``doctor``. Nothing here needs a GPU."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from typing import Annotated
@@ -13,6 +14,7 @@ from rich.table import Table
 
 from tcport.device import FACTS, DeviceProfile, catalogue, catalogue_profile, device_profile, load_profile
 from tcport.device.sources import present_devices
+from tcport.doctor import examine, healthy
 from tcport.errors import TcportError
 from tcport.tiling.plan import Plan, make_plan, plain_spec
 
@@ -98,6 +100,22 @@ def devices(as_json: Annotated[bool, typer.Option("--json", help="Print plain da
         missing = [fact for fact in FACTS if fact in profile.unknown]
         if missing:
             _console.print(f"{name}: unknown: {', '.join(missing)} (reasons with --json)")
+
+
+@app.command()
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print plain data.")] = False) -> None:
+    """Say whether this machine can run tcport, and what is missing; exits 1 when something is."""
+    findings = examine()
+    if as_json:
+        tree = {"healthy": healthy(findings), "findings": [dataclasses.asdict(finding) for finding in findings]}
+        typer.echo(json.dumps(tree, indent=2))
+    else:
+        marks = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "fault": "[red]FAULT[/]"}
+        for finding in findings:
+            _console.print(f"{marks[finding.state]} {escape(finding.name)}: {escape(finding.detail)}")
+            if finding.remedy:
+                _console.print(f"      {escape(finding.remedy)}")
+    raise typer.Exit(0 if healthy(findings) else 1)
 
 
 def _print_plan(made: Plan, top: int) -> None:
