@@ -42,6 +42,46 @@ def test_the_chosen_kernel_compiles_below_the_limit(device, cache):
     assert attention.shared <= promised <= 2 * attention.shared + 1024
 
 
+# Bytes that triton 3.9 allocated: device, spec, (block_m, block_n, warps, stages), bytes.
+COMPILED = [
+    ("h200", {}, (16, 64, 2, 1), 22528),
+    ("h200", {}, (16, 64, 2, 2), 38912),
+    ("h200", {}, (16, 64, 2, 3), 71680),
+    ("h200", {}, (16, 64, 2, 4), 104448),
+    ("h200", {}, (16, 32, 1, 3), 37120),
+    ("h200", {}, (16, 128, 4, 3), 139264),
+    ("h200", {"kv_dtype": "float8_e4m3fn"}, (16, 64, 2, 3), 38912),
+    ("a100", {"kv_dtype": "int8"}, (16, 64, 4, 2), 22528),
+    ("h200", {"dim_qk": 80, "dim_v": 80}, (16, 64, 2, 3), 57856),
+    ("h200", {"dim_qk": 192}, (16, 64, 2, 3), 90112),
+    ("a100", {"dim_qk": 256, "dim_v": 256}, (16, 32, 4, 2), 41984),
+    ("a100", {"dim_qk": 512, "dim_v": 512}, (16, 32, 4, 2), 82944),
+    ("a100", {"dim_qk": 512, "dim_v": 512}, (16, 16, 4, 1), 33280),
+    ("h200", {"dtype": "float32", "kv_dtype": "float32"}, (16, 64, 2, 2), 77888),
+    ("t4", {"dtype": "float16", "kv_dtype": "float16"}, (16, 32, 4, 1), 24576),
+    ("h200", {"tokens": 64}, (128, 64, 8, 3), 131072),
+    ("h200", {"tokens": 64}, (64, 64, 4, 2), 81920),
+    ("h200", {"tokens": 64, "kv_dtype": "float8_e4m3fn"}, (128, 64, 8, 2), 65536),
+    ("h200", {"tokens": 64, "mask": True}, (128, 64, 8, 2), 131072),
+    ("a100", {"tokens": 64}, (128, 64, 4, 2), 65536),
+    ("a100", {"tokens": 64}, (64, 64, 4, 3), 90112),
+    ("mi300x", {}, (16, 64, 4, 1), 16384),
+    ("mi300x", {}, (16, 64, 4, 3), 65536),
+    ("mi300x", {"kv_dtype": "float8_e4m3fn"}, (16, 64, 4, 2), 24576),
+    ("mi300x", {"tokens": 64}, (64, 64, 4, 2), 40960),
+    ("rx7900xtx", {}, (16, 32, 4, 2), 16384),
+    ("rx7900xtx", {"tokens": 64}, (64, 32, 8, 1), 16384),
+]
+
+
+@pytest.mark.parametrize(("device", "changes", "tile", "compiled"), COMPILED)
+def test_the_constraint_covers_what_compilers_allocate(device, changes, tile, compiled):
+    optimizer = TileLayoutOptimizer(decode_spec(**changes), catalogue_profile(device))
+    line = optimizer.explain(TileConfig(*tile))[0]
+    promised = float(line.split(" bytes")[0].split("= ")[-1])
+    assert compiled <= promised <= 1.5 * compiled + 1024
+
+
 def test_the_second_check_compiles_nothing(cache, monkeypatch):
     spec, profile = decode_spec(), catalogue_profile("h200")
     config = TileConfig(16, 32, 1, 3)

@@ -178,7 +178,7 @@ def _handles(loader: Any, function: str, *parent: c_void_p) -> list[c_void_p]:
     return [c_void_p(array[i]) for i in range(count.value)]
 
 
-def _several(loader: Any, function: str, handle: c_void_p, kind: type) -> tuple[Any, ...]:
+def _several(loader: Any, function: str, handle: c_void_p, kind: Any) -> tuple[Any, ...]:
     count = c_uint32(0)
     _check(loader, function, handle, byref(count), None)
     array = (kind * count.value)(*(kind() for _ in range(count.value)))

@@ -197,5 +197,5 @@ def toml_loads(text: str) -> dict[str, Any]:
     try:
         import tomllib
     except ModuleNotFoundError:  # Python 3.10
-        import tomli as tomllib
+        import tomli as tomllib  # pyright: ignore[reportMissingImports]
     return tomllib.loads(text)

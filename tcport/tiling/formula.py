@@ -57,10 +57,8 @@ def size(name: str) -> sympy.Symbol:
 
 @functools.cache
 def _compiled(expression: sympy.Expr) -> tuple[tuple[str, ...], Callable[..., float]]:
-    symbols = sorted(expression.free_symbols, key=lambda symbol: symbol.name)
-    return tuple(symbol.name for symbol in symbols), sympy.lambdify(
-        symbols, expression, [{"CeilDiv": _ceil_div}, "math"]
-    )
+    symbols = sorted(expression.free_symbols, key=str)
+    return tuple(map(str, symbols)), sympy.lambdify(symbols, expression, [{"CeilDiv": _ceil_div}, "math"])
 
 
 def _ceil_div(a: int, b: int) -> int:

@@ -13,11 +13,11 @@ _OPEN_SIZES = {"num_seqs": 4, "num_tokens": 64, "max_context": 1024}
 
 def spec_data(spec: AttentionSpec) -> dict[str, Any]:
     """The compile-relevant part of a spec; sizes that stay open are set to placeholders, symbolic strides to None."""
-    data = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)} | _OPEN_SIZES
-    for name in ("k_layout", "v_layout"):
-        layout = dataclasses.asdict(data[name])
-        data[name] = {key: value if isinstance(value, int) else None for key, value in layout.items()}
-    return data
+    data: dict[str, Any] = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
+    for name, layout in (("k_layout", spec.k_layout), ("v_layout", spec.v_layout)):
+        strides = dataclasses.asdict(layout).items()
+        data[name] = {key: value if isinstance(value, int) else None for key, value in strides}
+    return data | _OPEN_SIZES
 
 
 def spec_of(data: dict[str, Any]) -> AttentionSpec:
