@@ -158,7 +158,10 @@ def _attention(name: str) -> Finding:
     """The whole way once: eager, compiled, compared."""
     import torch
 
-    import tcport
+    from tcport.backend import tcport as backend
+    from tcport.explainer import explain
+    from tcport.kernels import reference
+    from tcport.ops import paged_attention
 
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
     query = torch.randn(2, 4, 16, device=device)
@@ -167,13 +170,11 @@ def _attention(name: str) -> Finding:
     lens = torch.tensor([3, 8], device=device)
 
     def attend(q: torch.Tensor) -> Any:
-        return tcport.paged_attention(q, k_cache, v_cache, table, lens)
+        return paged_attention(q, k_cache, v_cache, table, lens)
 
-    report = tcport.explain(attend, query)
-    from tcport.kernels import reference
-
+    report = explain(attend, query)
     want, _ = reference.paged_attention(*(t.cpu() for t in (query, k_cache, v_cache, table, lens)))
-    for path, result in (("eager", attend(query)), ("compiled", torch.compile(attend, backend="tcport")(query))):
+    for path, result in (("eager", attend(query)), ("compiled", torch.compile(attend, backend=backend)(query))):
         gap = (result.cpu() - want).abs().max().item()
         if not gap < 1e-3:
             return Finding(name, "fault", f"{path} attention is off by {gap:.2g}", "Report this with the output above.")
