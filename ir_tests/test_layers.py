@@ -22,6 +22,8 @@ LAYERS = {
     "tcport.kernels": 0,
     "tcport.ops": 1,
     "tcport.checks": 1,
+    "tcport.debug": 1,
+    "tcport.shared_prefix": 1,
     "tcport.requirements": 1,
     "tcport.inference_only": 1,
     "tcport.graph_pass": 1,

@@ -9,10 +9,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from tcport import eager as eager  # binds the implementations of the operators
+from tcport.debug import debug_mode
 from tcport.device import device_profile
 from tcport.graph_pass import PassContext, register_pass, registered_pass, unregister_pass
 from tcport.history import last_report
 from tcport.ops import kv_write, merge_states, paged_attention
+from tcport.shared_prefix import shared_prefix_attention
 
 if TYPE_CHECKING:
     from tcport.adapter.registry import register_matcher, unregister_matcher
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "PassContext",
     "__version__",
+    "debug_mode",
     "device_profile",
     "explain",
     "kv_write",
@@ -32,6 +35,7 @@ __all__ = [
     "register_matcher",
     "register_pass",
     "registered_pass",
+    "shared_prefix_attention",
     "unregister_lowering",
     "unregister_matcher",
     "unregister_pass",

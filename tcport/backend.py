@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.fx
 
-from tcport import _inductor, history, ops
+from tcport import _inductor, debug, history, ops
 from tcport.adapter import adapt
 from tcport.attention_only import attention_only
 from tcport.compilation import compile_graph
@@ -61,9 +62,19 @@ def compile_adapted(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], opt
     adapted = adapt(gm)
     report.found = [Found(m.matcher, m.node.name, "; ".join((m.kind, *m.notes))) for m in adapted.matches]
     report.left_alone = [LeftAlone(r.node.name, f"[{r.rule}] {r.reason}") for r in adapted.rejections]
+    if debug.is_on() and not options.debug:
+        options = dataclasses.replace(options, debug=True)
     if options.level == "attention":
         compiled = attention_only(gm, options, report)
     else:
         compiled = compile_graph(gm, example_inputs, options, report)
     history.record(report, options)
-    return compiled
+    return _in_debug_mode(compiled) if options.debug else compiled
+
+
+def _in_debug_mode(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        with debug.debug_mode():
+            return compiled(*args)
+
+    return run

@@ -79,7 +79,7 @@ class _Attempt:
             patches=patches,
             pipeline=self._run_passes,
             identity=self._identity(example_inputs),
-            emitters={op.overload: lambda node, op=op: self._emit(op, node) for op in OPERATORS},
+            emitters=self._emitters(),
             audit=self._audit,
         )
 
@@ -103,6 +103,12 @@ class _Attempt:
         lowerings = [row.identity() for operator in OPERATORS for row in rows(operator.name)]
         own_options = dataclasses.replace(self.options, inductor=())
         return fingerprint([own_options, profiles, own_passes, lowerings, sorted(self.skipped)])
+
+    def _emitters(self) -> dict[Any, Callable[[torch.fx.Node], _inductor.Emission]]:
+        if self.options.debug:
+            self.report.notes.append("debug: operators are called, checked and poisoned, instead of being lowered")
+            return {}
+        return {op.overload: lambda node, op=op: self._emit(op, node) for op in OPERATORS}
 
     def _emit(self, operator: Operator, node: torch.fx.Node) -> _inductor.Emission:
         choice: NodeChoice | None = node.meta.get("tcport")

@@ -82,3 +82,7 @@ class PassRegistrationError(TcportError, ValueError):
 
 class PassOrderError(TcportError, ValueError):
     """The declared order of passes names an unknown pass or is a cycle."""
+
+
+class MetadataError(TcportError, ValueError):
+    """A block table, length, query range or slot holds a value that no kernel may follow (found in debug mode)."""

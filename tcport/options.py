@@ -24,6 +24,7 @@ class Options:
         strict: a fallback to a lower link of the chain is an error.
         passes: names of the graph passes to run; None: every registered one.
         disable_passes: names of graph passes to leave out.
+        debug: check tables, lengths and slots on every call and poison scratch memory (see :mod:`tcport.debug`).
         pass_fuel: how many passes to run at most, for bisecting; None: all.
         mode: one of ``torch.compile``'s modes.
         inductor: Inductor's own config entries, handed on as they are.
@@ -34,6 +35,7 @@ class Options:
     strict: bool = False
     passes: tuple[str, ...] | None = None
     disable_passes: tuple[str, ...] = ()
+    debug: bool = False
     pass_fuel: int | None = None
     mode: str = "default"
     inductor: tuple[tuple[str, Any], ...] = ()
@@ -124,6 +126,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "level": _one_of("full", "attention"),
     "kernel": _is_name,
     "strict": _is_bool,
+    "debug": _is_bool,
     "passes": _is_names,
     "disable_passes": _is_names,
     "pass_fuel": _is_count,
