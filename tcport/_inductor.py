@@ -64,7 +64,7 @@ def compile_graph(
     example_inputs: Sequence[Any],
     *,
     patches: Mapping[str, Any],
-    pipeline: Callable[[torch.fx.Graph], None],
+    pipelines: Mapping[str, Callable[[torch.fx.Graph], None]],
     identity: str,
     emitters: Mapping[Any, Callable[[torch.fx.Node], Emission]],
     audit: Callable[[Audit], None],
@@ -73,9 +73,9 @@ def compile_graph(
 
     Args:
         gm: the graph as Dynamo captured it. example_inputs: its fake inputs.
-        patches: Inductor config entries for this compile; the user's own custom pass is kept and runs last.
-        pipeline: run on the functional ATen graph.
-        identity: what stands for pipeline and emitters in Inductor's cache key.
+        patches: Inductor config entries for this compile; the user's own custom passes are kept.
+        pipelines: by Inductor's config entry for a custom graph pass, what runs there.
+        identity: what stands for pipelines and emitters in Inductor's cache key.
         emitters: by operator overload, what lowers a node of it.
         audit: told about the generated code, when code is generated at all (a cache hit generates none).
 
@@ -83,8 +83,8 @@ def compile_graph(
         The compiled callable.
     """
     patches = dict(patches)
-    user_passes = _user_passes(patches)
-    patches["post_grad_custom_pre_pass"] = _Pipeline(pipeline, identity, user_passes)
+    for slot, pipeline in pipelines.items():
+        patches[slot] = _Pipeline(pipeline, identity, _user_passes(patches, slot), slot == _LAST_SLOT)
     with _installed(emitters, audit):
         return compile_fx(gm, list(example_inputs), config_patches=patches)  # type: ignore[arg-type]
 
@@ -103,7 +103,8 @@ def anonymous_user_passes(patches: Mapping[str, Any]) -> list[str]:
     """Names of the user's own custom passes that have no identity, which makes Inductor skip its cache."""
     return [
         getattr(user_pass, "__name__", type(user_pass).__name__)
-        for user_pass in _user_passes(dict(patches))
+        for slot in ("post_grad_custom_pre_pass", "post_grad_custom_post_pass")
+        for user_pass in _user_passes(dict(patches), slot)
         if not isinstance(user_pass, CustomGraphPass) or user_pass.uuid() is None
     ]
 
@@ -148,23 +149,34 @@ def in_dynamo() -> bool:
     return TracingContext.try_get() is not None
 
 
+_LAST_SLOT = "post_grad_custom_post_pass"
+
+
 class _Pipeline(CustomGraphPass):
-    """tcport's passes as Inductor sees them, followed by the user's own.
+    """tcport's passes as Inductor sees them, and the user's own: after tcport's, or before them in the last slot, where
+    tcport's leave a graph that is no longer functional.
 
     A new pass object per compile would make config comparisons fail, and pickling it would drag the report along:
     equality and pickle go by the identity alone.
     """
 
-    def __init__(self, run: Callable[[torch.fx.Graph], None] | None, identity: str, user_passes: tuple[Any, ...]):
+    def __init__(
+        self,
+        run: Callable[[torch.fx.Graph], None] | None,
+        identity: str,
+        user_passes: tuple[Any, ...],
+        users_first: bool = False,
+    ) -> None:
         self._run = run
         self._identity = identity
         self._user_passes = user_passes
+        self._users_first = users_first
 
     def __call__(self, graph: torch.fx.Graph) -> None:
-        if self._run is not None:
-            self._run(graph)
-        for user_pass in self._user_passes:
-            user_pass(graph)
+        own = () if self._run is None else (self._run,)
+        order = (*self._user_passes, *own) if self._users_first else (*own, *self._user_passes)
+        for graph_pass in order:
+            graph_pass(graph)
 
     def uuid(self) -> Any | None:
         ids = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self._user_passes]
@@ -174,9 +186,9 @@ class _Pipeline(CustomGraphPass):
         return (_Pipeline, (None, self._identity, ()))
 
 
-def _user_passes(patches: dict[str, Any]) -> tuple[Any, ...]:
-    """The user's passes for the slot tcport uses, taken out of ``patches``; the global config's otherwise."""
-    given = patches.pop("post_grad_custom_pre_pass", config.post_grad_custom_pre_pass)
+def _user_passes(patches: dict[str, Any], slot: str) -> tuple[Any, ...]:
+    """The user's passes for a slot that tcport uses, taken out of ``patches``; the global config's otherwise."""
+    given = patches.pop(slot, getattr(config, slot))
     if given is None:
         return ()
     return tuple(given) if isinstance(given, (list, tuple)) else (given,)

@@ -12,7 +12,7 @@ import torch.fx
 from tcport import _inductor, debug, history, ops
 from tcport.adapter import adapt
 from tcport.attention_only import attention_only
-from tcport.compilation import compile_graph
+from tcport.compilation import compile_graph, run_stage
 from tcport.errors import OptionError, TcportError
 from tcport.invalid import first_invalid_call, postpone
 from tcport.options import Options, parse_options
@@ -59,6 +59,8 @@ def compile_adapted(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], opt
     if invalid is not None:
         raise invalid
     report = GraphReport()
+    run_stage(gm.graph, "dynamo", options, report)
+    gm.recompile()
     adapted = adapt(gm)
     report.found = [Found(m.matcher, m.node.name, "; ".join((m.kind, *m.notes))) for m in adapted.matches]
     report.left_alone = [LeftAlone(r.node.name, f"[{r.rule}] {r.reason}") for r in adapted.rejections]

@@ -13,7 +13,7 @@ from tcport import _inductor, passes  # noqa: F401  (passes registers tcport's o
 from tcport.device import DeviceProfile, device_profile
 from tcport.errors import KernelBuildError, TcportError
 from tcport.fingerprint import fingerprint
-from tcport.graph_pass import PassContext
+from tcport.graph_pass import STAGES, PassContext, Stage
 from tcport.lowering.candidate import Candidate
 from tcport.lowering.operators import OPERATORS, NodeChoice, Operator, call_of_node, choose, device_of
 from tcport.lowering.registry import rows
@@ -69,7 +69,8 @@ class _Attempt:
 
     def compile(self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         report = self.report
-        report.passes, report.nodes, report.clones, report.from_cache = [], [], [], True
+        report.passes = [p for p in report.passes if p.stage == "dynamo"]  # those ran once, before this attempt
+        report.nodes, report.clones, report.from_cache = [], [], True
         patches = {**_inductor.mode_patches(self.options.mode), **dict(self.options.inductor)}
         for name in _inductor.anonymous_user_passes(patches):
             report.notes.append(f"Inductor's cache is off: the custom pass {name} has no uuid().")
@@ -77,7 +78,10 @@ class _Attempt:
             gm,
             example_inputs,
             patches=patches,
-            pipeline=self._run_passes,
+            pipelines={
+                "post_grad_custom_pre_pass": lambda graph: self._run_passes(graph, "functional"),
+                "post_grad_custom_post_pass": lambda graph: self._run_passes(graph, "inplace"),
+            },
             identity=self._identity(example_inputs),
             emitters=self._emitters(),
             audit=self._audit,
@@ -91,15 +95,14 @@ class _Attempt:
                 kind = type(_inductor_cause(error)).__name__
                 self.report.fallbacks.append(FallbackReason(node.node, node.kernel, to, kind, _first_line(error)))
 
-    def _run_passes(self, graph: torch.fx.Graph) -> None:
-        context = PassContext(self.options, device_profile)
-        self.report.passes += run_passes(graph, active_passes(self.options, "functional"), context)
+    def _run_passes(self, graph: torch.fx.Graph, stage: Stage) -> None:
+        run_stage(graph, stage, self.options, self.report)
         self.report.from_cache = False
 
     def _identity(self, example_inputs: Sequence[Any]) -> str:
         devices = {value.device for value in example_inputs if isinstance(value, torch.Tensor)}
         profiles = sorted(device_profile(device).digest() for device in devices)
-        own_passes = [p.identity() for p in active_passes(self.options, "functional")]
+        own_passes = [p.identity() for stage in STAGES for p in active_passes(self.options, stage)]
         lowerings = [row.identity() for operator in OPERATORS for row in rows(operator.name)]
         own_options = dataclasses.replace(self.options, inductor=())
         return fingerprint([own_options, profiles, own_passes, lowerings, sorted(self.skipped)])
@@ -133,6 +136,17 @@ class _Attempt:
             if copied and buffer.numel in self.cache_sizes:
                 origin = ", ".join(str(node.target) for node in buffer.origins)
                 self.report.clones.append(CacheClone(buffer.name, buffer.bytes, origin))
+
+
+def run_stage(graph: torch.fx.Graph, stage: Stage, options: Options, report: GraphReport) -> None:
+    """Run the passes of one stage on a graph, and add their reports.
+
+    Raises:
+        OptionError, PassOrderError, PassError: see :func:`tcport.pass_manager.run_passes`.
+    """
+    context = PassContext(options, device_profile)
+    passes = active_passes(options, stage)
+    report.passes += run_passes(graph, passes, context, spent=len(report.passes))
 
 
 def node_report(node: torch.fx.Node, choice: NodeChoice, chain: list[Candidate]) -> NodeReport:

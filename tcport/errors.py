@@ -86,3 +86,31 @@ class PassOrderError(TcportError, ValueError):
 
 class MetadataError(TcportError, ValueError):
     """A block table, length, query range or slot holds a value that no kernel may follow (found in debug mode)."""
+
+
+class PassConditionError(PassError):
+    """A graph does not meet what a pass requires, or a pass did not leave what it ensures."""
+
+
+class PassRaisedError(PassError):
+    """A graph pass raised an exception."""
+
+
+class PassResultError(PassError):
+    """A graph pass returned something other than its number of matches, or a number that cannot be true."""
+
+
+class PassMatchError(PassError):
+    """A graph pass that must match matched nothing."""
+
+
+class MalformedGraphError(PassError):
+    """A graph pass left a graph whose nodes are used before they are computed, or belong to another graph."""
+
+
+class EffectError(PassError):
+    """A graph pass dropped or reordered a node that writes to its arguments."""
+
+
+class NodeValueError(PassError):
+    """A graph pass left a node or an output with another shape, stride, dtype or device than its operator gives."""

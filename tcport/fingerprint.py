@@ -9,8 +9,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib
-import inspect
 import json
+import sys
+import types
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -47,13 +48,51 @@ def _sources() -> str:
 
 
 def source_identity(function: Any) -> str:
-    """A digest of a function's source, or of its bytecode where it was defined without a source file."""
+    """A digest of what a function does, as far as can be told from the function.
+
+    It covers the file the function is written in (and so the helpers beside it), its own place in that file, its
+    defaults and the values it closes over; its bytecode where there is no source file. Helpers of other modules are not
+    covered: whoever registers the function names a version of them in ``params``.
+    """
+    return hashlib.sha256(json.dumps(_function_parts(function, set())).encode()).hexdigest()
+
+
+def _function_parts(function: Any, seen: set[int]) -> list[str]:
+    if isinstance(function, functools.partial):
+        return ["partial", *_function_parts(function.func, seen), repr(function.args), repr(function.keywords)]
+    if isinstance(function, types.MethodType):
+        return [repr(function.__self__), *_function_parts(function.__func__, seen)]
+    code = getattr(function, "__code__", None)
+    if code is None:  # a callable object: its class is its source, and its attributes are its parameters
+        module = sys.modules.get(type(function).__module__)
+        parts = [type(function).__qualname__, _file_digest(getattr(module, "__file__", None) or "")]
+        return [*parts, repr(getattr(function, "__dict__", function))]
+    if id(function) in seen:
+        return ["recursive"]
+    seen.add(id(function))
+    parts = [function.__qualname__, str(code.co_firstlineno), _file_digest(code.co_filename), *_code_parts(code)]
+    parts.append(repr((function.__defaults__, function.__kwdefaults__)))
+    for cell in function.__closure__ or ():
+        try:
+            value = cell.cell_contents
+        except ValueError:  # not bound yet
+            continue
+        parts += _function_parts(value, seen) if isinstance(value, types.FunctionType) else [repr(value)]
+    return parts
+
+
+def _code_parts(code: types.CodeType) -> list[str]:
+    """Bytecode, names and constants; the constants of nested functions in place of their objects, which have addresses."""
+    nested = [const for const in code.co_consts if isinstance(const, types.CodeType)]
+    plain = [const for const in code.co_consts if not isinstance(const, types.CodeType)]
+    return [code.co_code.hex(), repr(code.co_names), repr(plain), *(part for c in nested for part in _code_parts(c))]
+
+
+def _file_digest(name: str) -> str:
     try:
-        text = inspect.getsource(function)
-    except (OSError, TypeError):
-        code = getattr(function, "__code__", None)
-        text = repr((code.co_code, code.co_consts, code.co_names)) if code else repr(function)
-    return hashlib.sha256(text.encode()).hexdigest()
+        return hashlib.sha256(Path(name).read_bytes()).hexdigest()
+    except OSError:
+        return "no file"
 
 
 def triton_version() -> str:

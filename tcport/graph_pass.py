@@ -14,13 +14,24 @@ from tcport.errors import PassRegistrationError
 from tcport.fingerprint import source_identity
 from tcport.options import Options
 
-Stage = Literal["functional", "dynamo"]
+Stage = Literal["dynamo", "functional", "inplace"]
+"""Where a pass runs.
+
+``dynamo``: on the graph as Dynamo captured it, before tcport looks for attention in it; torch functions and methods,
+values in ``meta["example_value"]``. ``functional``: on the functional ATen graph, before Inductor's own passes; values
+in ``meta["val"]``. ``inplace``: on the same graph after them, the last moment at which a copy can still be avoided.
+"""
+
+STAGES: tuple[Stage, ...] = ("dynamo", "functional", "inplace")
+
 PassFn = Callable[[torch.fx.Graph, "PassContext"], int]
+Condition = Callable[[torch.fx.Graph], "str | None"]
+"""Says why a graph does not meet it, or None where it does; its ``__name__`` names it in messages."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PassContext:
-    """What a pass may ask about the compile it runs in.
+    """What a pass may ask about the compile it runs in, and what it may say about its work.
 
     Attributes:
         options: the options of this compile.
@@ -30,6 +41,7 @@ class PassContext:
     options: Options
     profile: Callable[[torch.device], DeviceProfile]
     _merged: dict[torch.fx.Node, torch.fx.Node] = dataclasses.field(default_factory=dict, repr=False)
+    _notes: list[str] = dataclasses.field(default_factory=list, repr=False)
 
     def merged(self, old: torch.fx.Node, new: torch.fx.Node) -> None:
         """Say that the effect of ``old``, which writes to its arguments, is now carried by ``new``.
@@ -38,33 +50,48 @@ class PassContext:
         """
         self._merged[old] = new
 
-    def merges(self) -> dict[torch.fx.Node, torch.fx.Node]:
-        """What has been declared with :meth:`merged`."""
-        return self._merged
+    def leave(self, node: torch.fx.Node, reason: str) -> None:
+        """Say why a node that looks like a match was left as it is; the reason stands in the compile's report."""
+        self._notes.append(f"{node.name}: {reason}")
+
+    def note(self, text: str) -> None:
+        """Say something else about this pass's work, such as what it saved."""
+        self._notes.append(text)
+
+    def carrier(self, node: torch.fx.Node) -> torch.fx.Node:
+        """The node that carries the effect of ``node`` now, by what :meth:`merged` was told."""
+        seen = set()
+        while node in self._merged and node not in seen:
+            seen.add(node)
+            node = self._merged[node]
+        return node
+
+    def take_notes(self) -> tuple[str, ...]:
+        """The notes since this was last called."""
+        notes = tuple(self._notes)
+        self._notes.clear()
+        return notes
 
 
 @dataclasses.dataclass(frozen=True)
 class GraphPass:
-    """A registered pass.
-
-    Attributes:
-        name: how options and reports call it.
-        run: takes the graph and a context, changes the graph in place, returns the number of matches.
-        after, before: names of passes it must follow or precede, where they run at all.
-        stage: ``"functional"`` runs on the functional ATen graph; ``"dynamo"`` on the graph as Dynamo captured it.
-        params: whatever else its behaviour depends on; part of its identity.
-    """
+    """A registered pass; the attributes are those of :func:`register_pass`."""
 
     name: str
     run: PassFn
     after: tuple[str, ...] = ()
     before: tuple[str, ...] = ()
     stage: Stage = "functional"
+    requires: tuple[Condition, ...] = ()
+    ensures: tuple[Condition, ...] = ()
+    must_match: bool = False
     params: Any = None
 
     def identity(self) -> str:
-        """What the cache key knows of the pass: its name, source and parameters."""
-        return f"{self.name} {source_identity(self.run)} {self.params!r}"
+        """What the cache key knows of the pass: its name, place, sources and parameters."""
+        conditions = [source_identity(condition) for condition in (*self.requires, *self.ensures)]
+        place = (self.stage, self.after, self.before, self.must_match)
+        return f"{self.name} {place} {source_identity(self.run)} {conditions} {self.params!r}"
 
 
 _PASSES: dict[str, GraphPass] = {}
@@ -76,22 +103,46 @@ def register_pass(
     after: tuple[str, ...] = (),
     before: tuple[str, ...] = (),
     stage: Stage = "functional",
+    requires: tuple[Condition, ...] = (),
+    ensures: tuple[Condition, ...] = (),
+    must_match: bool = False,
     params: Any = None,
 ) -> Callable[[PassFn], PassFn]:
     """Register a graph pass; it runs in every later compile until it is unregistered.
 
+    The pass is called with the graph and a :class:`PassContext`, changes the graph in place, and returns its number of
+    matches. New nodes need no metadata: it is derived. The graph is checked after the pass, see
+    :mod:`tcport.pass_checks`.
+
     Args:
-        name: unique among the registered passes.
-        after, before: names of passes that must run earlier or later; naming a pass that does not exist is an error
-            when the order is solved.
-        stage: see :class:`GraphPass`.
-        params: anything with a stable ``repr`` that the pass's behaviour depends on beside its source.
+        name: how options and reports call it; unique among the registered passes.
+        after, before: names of passes that must run earlier or later, where they run at all; naming a pass that does
+            not exist is an error when the order is solved. Passes of different stages are ordered by their stages.
+        stage: see :data:`Stage`.
+        requires, ensures: what must hold before and after: functions from a graph to None or to the reason why it does
+            not hold. Ready-made ones are in :mod:`tcport.graph_facts`.
+        must_match: matching nothing is an error.
+        params: anything with a stable ``repr`` that the pass's behaviour depends on beside the file it is written in
+            and the values it closes over.
 
     Raises:
-        PassRegistrationError: the name is taken, or the stage is unknown.
+        PassRegistrationError: the name is taken, the stage is unknown, or an argument is of the wrong kind.
     """
-    if stage not in ("functional", "dynamo"):
-        raise PassRegistrationError(f"Pass {name!r} names the stage {stage!r}.", "Give 'functional' or 'dynamo'.")
+    if stage not in STAGES:
+        raise PassRegistrationError(
+            f"Pass {name!r} names the stage {stage!r}.", f"Give one of {', '.join(map(repr, STAGES))}."
+        )
+    for what, names in (("after", after), ("before", before)):
+        if isinstance(names, str) or not all(isinstance(other, str) for other in names):
+            raise PassRegistrationError(
+                f"Pass {name!r} has {what}={names!r}.", f"Give a tuple of pass names, such as {what}=('select_tiles',)."
+            )
+    for what, conditions in (("requires", requires), ("ensures", ensures)):
+        if not isinstance(conditions, (tuple, list)) or not all(map(callable, conditions)):
+            raise PassRegistrationError(
+                f"Pass {name!r} has {what}={conditions!r}.",
+                "Give a tuple of functions from a graph to None or a reason; see tcport.graph_facts.",
+            )
 
     def register(run: PassFn) -> PassFn:
         if name in _PASSES:
@@ -99,7 +150,9 @@ def register_pass(
                 f"A pass named {name!r} is registered already.",
                 "Choose another name, or call tcport.unregister_pass first.",
             )
-        _PASSES[name] = GraphPass(name, run, after, before, stage, params)
+        _PASSES[name] = GraphPass(
+            name, run, tuple(after), tuple(before), stage, tuple(requires), tuple(ensures), must_match, params
+        )
         return run
 
     return register
@@ -119,7 +172,7 @@ def unregister_pass(name: str) -> None:
 
 @contextmanager
 def registered_pass(run: PassFn, *, name: str, **options: Any) -> Iterator[None]:
-    """A pass registered for the length of a ``with`` block."""
+    """A pass registered for the length of a ``with`` block; arguments as :func:`register_pass`."""
     register_pass(name=name, **options)(run)
     try:
         yield

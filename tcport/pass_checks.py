@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
-import torch
 import torch.fx
 
-from tcport.errors import PassError
+from tcport.effects import has_effect, writes_functionally, writes_in_place
+from tcport.errors import EffectError, MalformedGraphError, MetadataError, PassResultError
+from tcport.graph_pass import PassContext, Stage
+from tcport.pass_values import agree, derive, facts
 
 Signature = tuple[Any, Any, Any]
 
@@ -21,105 +22,154 @@ class Snapshot:
     Attributes:
         calls: by node, its target, arguments and keyword arguments; a node that differs was changed by the pass.
         effects: the nodes with side effects, in order.
+        used: those of them whose results are used.
+        outputs: the values the graph returns.
     """
 
     calls: dict[torch.fx.Node, Signature]
     effects: tuple[torch.fx.Node, ...]
+    used: frozenset[torch.fx.Node]
+    outputs: tuple[Any, ...]
 
     @staticmethod
-    def of(graph: torch.fx.Graph) -> Snapshot:
+    def of(graph: torch.fx.Graph, stage: Stage = "functional") -> Snapshot:
         """Take the snapshot."""
-        return Snapshot({node: _signature(node) for node in graph.nodes}, tuple(filter(has_effect, graph.nodes)))
+        effects = tuple(filter(has_effect, graph.nodes))
+        return Snapshot(
+            {node: _signature(node) for node in graph.nodes},
+            effects,
+            frozenset(node for node in effects if node.users),
+            tuple(node.meta.get(value_key(stage)) for node in _outputs(graph)),
+        )
+
+    def differs(self, graph: torch.fx.Graph) -> bool:
+        """Whether a node of the graph was added, removed or changed since; metadata aside."""
+        return self.calls != {node: _signature(node) for node in graph.nodes}
 
 
-def check_after(graph: torch.fx.Graph, before: Snapshot, name: str, merged: dict[torch.fx.Node, torch.fx.Node]) -> None:
+def value_key(stage: Stage) -> str:
+    """Where the nodes of a stage's graphs keep their fake value."""
+    return "example_value" if stage == "dynamo" else "val"
+
+
+def check_after(
+    graph: torch.fx.Graph, before: Snapshot, name: str, ctx: PassContext, matches: int, stage: Stage = "functional"
+) -> None:
     """Refuse what a pass must not leave behind, and fill in the metadata of the nodes it inserted.
 
     Args:
         graph: the graph after the pass. before: its snapshot before.
         name: the pass, for the message.
-        merged: nodes with side effects that the pass replaced, and what carries the effect now.
+        ctx: the pass's context, which was told of merges.
+        matches: what the pass returned.
+        stage: the pass's stage.
 
     Raises:
-        PassError: names the pass and the node.
+        PassError: of the class that names the cause; its text names the pass and the node.
     """
+    if matches == 0 and before.differs(graph):
+        raise PassResultError(
+            f"Pass {name!r} changed the graph and returned 0.", "Return the number of matches that were rewritten."
+        )
+    _check_form(graph, name)
+    _check_effects(graph, before, name, ctx)
+    for node in graph.nodes:
+        if before.calls.get(node) != _signature(node):
+            _check_value(node, name, value_key(stage))
+    _check_outputs(graph, before, name, value_key(stage))
+
+
+def _check_form(graph: torch.fx.Graph, name: str) -> None:
+    seen: set[torch.fx.Node] = set()
+    for node in graph.nodes:
+        for argument in node.all_input_nodes:
+            if argument.graph is not graph:
+                problem = f"{node.name!r} uses {argument.name!r}, which belongs to another graph"
+            elif argument not in seen:
+                problem = f"{node.name!r} uses {argument.name!r} before it is computed (the order is wrong or cyclic)"
+            else:
+                continue
+            raise MalformedGraphError(
+                f"Pass {name!r} left a graph that is not well formed: {problem}.",
+                "Erase a node only when it has no users, and insert new nodes after their inputs and before their "
+                "first user.",
+            )
+        seen.add(node)
     try:
         graph.lint()
     except (RuntimeError, AssertionError, ValueError) as error:
-        raise PassError(
+        raise MalformedGraphError(
             f"Pass {name!r} left a graph that is not well formed: {error}.",
-            "Erase a node only when it has no users, and insert new nodes before their first user.",
+            "Change a graph through torch.fx.Graph's methods alone.",
         ) from error
-    _check_effects(graph, before, name, merged)
-    for node in graph.nodes:
-        if node.op == "call_function" and before.calls.get(node) != _signature(node):
-            _check_value(node, name)
 
 
-def has_effect(node: torch.fx.Node) -> bool:
-    """Whether a node writes to one of its arguments, functionalised or not."""
-    if node.op != "call_function":
-        return False
-    schema = getattr(node.target, "_schema", None)
-    if schema is not None and schema.is_mutable:
-        return True
-    return getattr(node.target, "__name__", "") in ("auto_functionalized", "auto_functionalized_v2")
-
-
-def _check_effects(
-    graph: torch.fx.Graph, before: Snapshot, name: str, merged: dict[torch.fx.Node, torch.fx.Node]
-) -> None:
+def _check_effects(graph: torch.fx.Graph, before: Snapshot, name: str, ctx: PassContext) -> None:
     place = {node: number for number, node in enumerate(graph.nodes)}
     last = -1
     for node in before.effects:
-        carrier = node
-        while carrier not in place and carrier in merged:
-            carrier = merged[carrier]
-        if carrier not in place:
-            raise PassError(
+        carrier = node if node in place else ctx.carrier(node)
+        lost = carrier not in place or (node in before.used and writes_functionally(carrier) and not carrier.users)
+        if lost:
+            raise EffectError(
                 f"Pass {name!r} dropped the node {node.name!r} ({node.target}), which writes to its arguments.",
-                "Keep it, or say with ctx.merged(old, new) which node carries its effect now.",
+                "Keep it and the use of its results, or say with ctx.merged(old, new) which node carries its effect "
+                "now.",
             )
+        if not (writes_in_place(node) and writes_in_place(carrier)):
+            continue  # a functional write is ordered by the use of its results
         if place[carrier] < last:
-            raise PassError(
+            raise EffectError(
                 f"Pass {name!r} moved the node {carrier.name!r} ({carrier.target}) ahead of an earlier write.",
                 "Nodes that write to their arguments keep their order.",
             )
         last = place[carrier]
 
 
-def _check_value(node: torch.fx.Node, name: str) -> None:
+def _check_value(node: torch.fx.Node, name: str, key: str) -> None:
     """Compare a new or changed node's metadata with what its operator says, or fill it in."""
-    arguments = list(_fakes(node))
-    mode = next((value.fake_mode for value in arguments if hasattr(value, "fake_mode")), None)
-    if mode is None:
+    try:
+        derived = derive(node, key)
+    except Exception as error:
+        raise MetadataError(
+            f"Pass {name!r} left the node {node.name!r} ({node.target}), which cannot run on its arguments "
+            f"{_arguments(node, key)}: {type(error).__name__}: {error}.",
+            "Give it arguments of the shapes and dtypes that its operator takes.",
+        ) from error
+    if derived is None:
         return
-    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
-    with mode:
-        derived = node.target(*args, **kwargs)
-    stated = node.meta.setdefault("val", derived)
-    if _facts(stated) != _facts(derived):
-        raise PassError(
-            f"Pass {name!r} left the node {node.name!r} ({node.target}) with meta['val'] {_facts(stated)}, but its "
-            f"operator gives {_facts(derived)}.",
-            "Delete meta['val'] of a node you change (it is derived anew), or give its users what they had before.",
+    stated = node.meta.setdefault(key, derived)
+    if not agree(stated, derived):
+        raise MetadataError(
+            f"Pass {name!r} left the node {node.name!r} ({node.target}) with meta[{key!r}] {facts(stated)}, but its "
+            f"operator gives {facts(derived)}.",
+            f"Delete meta[{key!r}] of a node you change (it is derived anew), or give its users what they had before.",
         )
 
 
-def _fakes(node: torch.fx.Node) -> Iterator[torch.Tensor]:
-    for argument in node.all_input_nodes:
-        value = argument.meta.get("val")
-        if isinstance(value, torch.Tensor):
-            yield value
+def _check_outputs(graph: torch.fx.Graph, before: Snapshot, name: str, key: str) -> None:
+    outputs = _outputs(graph)
+    if len(outputs) != len(before.outputs):
+        raise MetadataError(
+            f"Pass {name!r} changed the number of outputs from {len(before.outputs)} to {len(outputs)}.",
+            "Leave the output node as it is; replace what it returns.",
+        )
+    for number, (node, was) in enumerate(zip(outputs, before.outputs, strict=True)):
+        now = node.meta.get(key)
+        if was is not None and now is not None and not agree(was, now):
+            raise MetadataError(
+                f"Pass {name!r} changed output {number} from {facts(was)} to {facts(now)} (node {node.name!r}).",
+                "Give the replacement the shape, strides and dtype of what it replaces, for instance with "
+                "aten.as_strided or clone(memory_format=...).",
+            )
 
 
-def _facts(value: Any) -> Any:
-    """Shape, dtype and device of the tensors in a value, comparable and printable."""
-    if isinstance(value, torch.Tensor):
-        return (tuple(map(str, value.shape)), str(value.dtype).removeprefix("torch."), str(value.device))
-    if isinstance(value, (tuple, list)):
-        return tuple(map(_facts, value))
-    return type(value).__name__
+def _outputs(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    return list(next(node for node in reversed(graph.nodes) if node.op == "output").all_input_nodes)
+
+
+def _arguments(node: torch.fx.Node, key: str) -> str:
+    return ", ".join(f"{argument.name} {facts(argument.meta.get(key))}" for argument in node.all_input_nodes)
 
 
 def _signature(node: torch.fx.Node) -> Signature:

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import networkx as nx
 import torch.fx
 
-from tcport.errors import OptionError, PassError, PassOrderError, TcportError
+from tcport.errors import (
+    OptionError,
+    PassConditionError,
+    PassMatchError,
+    PassOrderError,
+    PassRaisedError,
+    PassResultError,
+    TcportError,
+)
 from tcport.graph_pass import GraphPass, PassContext, Stage, registered_passes
 from tcport.options import Options
 from tcport.pass_checks import Snapshot, check_after
@@ -17,39 +26,73 @@ from tcport.pass_dump import Dump
 from tcport.report import PassReport
 
 
-def run_passes(graph: torch.fx.Graph, passes: Iterable[GraphPass], ctx: PassContext) -> list[PassReport]:
+def run_passes(
+    graph: torch.fx.Graph, passes: Iterable[GraphPass], ctx: PassContext, *, spent: int = 0
+) -> list[PassReport]:
     """Run passes one after the other, and check the graph after each (see :mod:`tcport.pass_checks`).
 
     Each pass costs one unit of fuel; when the option ``pass_fuel`` is spent, the remaining passes do not run, so that a
     wrong result can be bisected to the pass that made it. ``TCPORT_DUMP=dir`` writes the graph before and after each.
 
+    Args:
+        spent: units of fuel that passes of earlier stages have used.
+
     Raises:
-        PassError: a pass raised, returned something other than a count, or left a graph that breaks a rule.
+        PassError: of the class that names the cause: a condition did not hold, or a pass raised, returned something
+            other than a count, or left a graph that breaks a rule.
     """
     reports = []
     dump = Dump.from_environment(os.environ.get("TCPORT_DUMP"))
-    for spent, graph_pass in enumerate(passes):
-        if ctx.options.pass_fuel is not None and spent >= ctx.options.pass_fuel:
+    for number, graph_pass in enumerate(passes, spent):
+        if ctx.options.pass_fuel is not None and number >= ctx.options.pass_fuel:
             break
-        before = Snapshot.of(graph)
-        dump.write(graph, graph_pass.name, "before")
-        try:
-            matches = graph_pass.run(graph, ctx)
-        except TcportError:
-            raise
-        except Exception as error:
-            raise PassError(
-                f"Pass {graph_pass.name!r} raised {type(error).__name__}: {error}.",
-                f"Mend the pass, or leave it out with options={{'disable_passes': [{graph_pass.name!r}]}}.",
-            ) from error
-        if not isinstance(matches, int):
-            raise PassError(
-                f"Pass {graph_pass.name!r} returned {matches!r}.", "Return the number of matches, 0 if there were none."
-            )
-        dump.write(graph, graph_pass.name, "after")
-        check_after(graph, before, graph_pass.name, ctx.merges())
-        reports.append(PassReport(graph_pass.name, matches))
+        reports.append(_run_pass(graph, graph_pass, ctx, dump))
     return reports
+
+
+def _run_pass(graph: torch.fx.Graph, graph_pass: GraphPass, ctx: PassContext, dump: Dump) -> PassReport:
+    name, stage = graph_pass.name, graph_pass.stage
+    for condition in graph_pass.requires:
+        if (reason := condition(graph)) is not None:
+            raise PassConditionError(
+                f"Pass {name!r} requires {_name(condition)}, but {reason}.",
+                "Order it after the pass that sees to that, or drop the condition.",
+            )
+    before = Snapshot.of(graph, stage)
+    dump.write(graph, name, "before")
+    try:
+        matches = graph_pass.run(graph, ctx)
+    except TcportError:
+        raise
+    except Exception as error:
+        raise PassRaisedError(
+            f"Pass {name!r} raised {type(error).__name__}: {error}.",
+            f"Mend the pass, or leave it out with options={{'disable_passes': [{name!r}]}}.",
+        ) from error
+    dump.write(graph, name, "after")
+    notes = ctx.take_notes()
+    if isinstance(matches, bool) or not isinstance(matches, int) or matches < 0:
+        raise PassResultError(
+            f"Pass {name!r} returned {matches!r}.", "Return the number of matches, 0 if there were none."
+        )
+    check_after(graph, before, name, ctx, matches, stage)
+    if graph_pass.must_match and matches == 0:
+        why = f" It left: {'; '.join(notes)}." if notes else ""
+        raise PassMatchError(
+            f"Pass {name!r} matched nothing in a graph of {len(graph.nodes)} nodes, and is registered with "
+            f"must_match.{why}",
+            "Compare its pattern with the graph that TCPORT_DUMP=dir writes before it.",
+        )
+    for condition in graph_pass.ensures:
+        if (reason := condition(graph)) is not None:
+            raise PassConditionError(
+                f"Pass {name!r} does not ensure {_name(condition)}: {reason}.", "Mend the pass, or drop the condition."
+            )
+    return PassReport(name, matches, stage, notes)
+
+
+def _name(condition: Callable[..., Any]) -> str:
+    return getattr(condition, "__name__", repr(condition))
 
 
 def active_passes(options: Options, stage: Stage) -> list[GraphPass]:

@@ -66,10 +66,12 @@ class NodeReport:
 
 @dataclasses.dataclass(frozen=True)
 class PassReport:
-    """One graph pass: how often it matched."""
+    """One graph pass: how often it matched, the stage it ran at, and what it said about its work."""
 
     name: str
     matches: int
+    stage: str = "functional"
+    notes: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +148,9 @@ class CompileReport:
 def _graph_lines(graph: GraphReport) -> list[str]:
     lines = _repeated([f"found {f.spelling}" + (f": {f.detail}" if f.detail else "") for f in graph.found])
     lines += _repeated([f"left alone: {left.reason}" for left in graph.left_alone])
-    lines += [f"pass {p.name}: {p.matches} match{'' if p.matches == 1 else 'es'}" for p in graph.passes]
+    for p in graph.passes:
+        lines.append(f"pass {p.name}: {p.matches} match{'' if p.matches == 1 else 'es'}")
+        lines += [f"    {note}" for note in _repeated(list(p.notes))]
     lines += _repeated([_node_text(node) for node in graph.nodes])
     lines += [f"FALLBACK {f.node}: {f.kernel} -> {f.to}, {f.error}: {f.message}" for f in graph.fallbacks]
     lines += [f"CACHE COPY {c.buffer} ({_size(c.bytes)}) from {c.origin}" for c in graph.clones]
