@@ -145,8 +145,7 @@ def run_stage(graph: torch.fx.Graph, stage: Stage, options: Options, report: Gra
         OptionError, PassOrderError, PassError: see :func:`tcport.pass_manager.run_passes`.
     """
     context = PassContext(options, device_profile)
-    passes = active_passes(options, stage)
-    report.passes += run_passes(graph, passes, context, spent=len(report.passes))
+    report.passes += run_passes(graph, active_passes(options, stage), context, spent=len(report.passes))
 
 
 def node_report(node: torch.fx.Node, choice: NodeChoice, chain: list[Candidate]) -> NodeReport:

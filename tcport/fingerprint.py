@@ -82,7 +82,7 @@ def _function_parts(function: Any, seen: set[int]) -> list[str]:
 
 
 def _code_parts(code: types.CodeType) -> list[str]:
-    """Bytecode, names and constants; the constants of nested functions in place of their objects, which have addresses."""
+    """Bytecode, names and constants; of a nested function its own parts, as its object prints with an address."""
     nested = [const for const in code.co_consts if isinstance(const, types.CodeType)]
     plain = [const for const in code.co_consts if not isinstance(const, types.CodeType)]
     return [code.co_code.hex(), repr(code.co_names), repr(plain), *(part for c in nested for part in _code_parts(c))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from typing import Any
 
 import torch.fx
@@ -38,7 +39,7 @@ class Snapshot:
         return Snapshot(
             {node: _signature(node) for node in graph.nodes},
             effects,
-            frozenset(node for node in effects if node.users),
+            frozenset(filter(_is_used, effects)),
             tuple(node.meta.get(value_key(stage)) for node in _outputs(graph)),
         )
 
@@ -99,7 +100,7 @@ def _check_form(graph: torch.fx.Graph, name: str) -> None:
         graph.lint()
     except (RuntimeError, AssertionError, ValueError) as error:
         raise MalformedGraphError(
-            f"Pass {name!r} left a graph that is not well formed: {error}.",
+            f"Pass {name!r} left a graph that is not well formed: {str(error).rstrip('.')}.",
             "Change a graph through torch.fx.Graph's methods alone.",
         ) from error
 
@@ -109,7 +110,7 @@ def _check_effects(graph: torch.fx.Graph, before: Snapshot, name: str, ctx: Pass
     last = -1
     for node in before.effects:
         carrier = node if node in place else ctx.carrier(node)
-        lost = carrier not in place or (node in before.used and writes_functionally(carrier) and not carrier.users)
+        lost = carrier not in place or (node in before.used and writes_functionally(carrier) and not _is_used(carrier))
         if lost:
             raise EffectError(
                 f"Pass {name!r} dropped the node {node.name!r} ({node.target}), which writes to its arguments.",
@@ -133,7 +134,7 @@ def _check_value(node: torch.fx.Node, name: str, key: str) -> None:
     except Exception as error:
         raise MetadataError(
             f"Pass {name!r} left the node {node.name!r} ({node.target}), which cannot run on its arguments "
-            f"{_arguments(node, key)}: {type(error).__name__}: {error}.",
+            f"{_arguments(node, key)}: {type(error).__name__}: {str(error).rstrip('.')}.",
             "Give it arguments of the shapes and dtypes that its operator takes.",
         ) from error
     if derived is None:
@@ -166,6 +167,11 @@ def _check_outputs(graph: torch.fx.Graph, before: Snapshot, name: str, key: str)
 
 def _outputs(graph: torch.fx.Graph) -> list[torch.fx.Node]:
     return list(next(node for node in reversed(graph.nodes) if node.op == "output").all_input_nodes)
+
+
+def _is_used(node: torch.fx.Node) -> bool:
+    """Whether anything reads a result of a node; taking it out of a tuple is not yet reading it."""
+    return any(user.target is not operator.getitem or user.users for user in node.users)
 
 
 def _arguments(node: torch.fx.Node, key: str) -> str:

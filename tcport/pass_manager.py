@@ -66,7 +66,7 @@ def _run_pass(graph: torch.fx.Graph, graph_pass: GraphPass, ctx: PassContext, du
         raise
     except Exception as error:
         raise PassRaisedError(
-            f"Pass {name!r} raised {type(error).__name__}: {error}.",
+            f"Pass {name!r} raised {type(error).__name__}: {str(error).rstrip('.')}.",
             f"Mend the pass, or leave it out with options={{'disable_passes': [{name!r}]}}.",
         ) from error
     dump.write(graph, name, "after")
