@@ -9,7 +9,7 @@ from typing import Any
 import torch.fx
 
 from tcport.effects import has_effect, writes_functionally, writes_in_place
-from tcport.errors import EffectError, MalformedGraphError, MetadataError, PassResultError
+from tcport.errors import EffectError, MalformedGraphError, NodeValueError, PassResultError
 from tcport.graph_pass import PassContext, Stage
 from tcport.pass_values import agree, derive, facts
 
@@ -132,7 +132,7 @@ def _check_value(node: torch.fx.Node, name: str, key: str) -> None:
     try:
         derived = derive(node, key)
     except Exception as error:
-        raise MetadataError(
+        raise NodeValueError(
             f"Pass {name!r} left the node {node.name!r} ({node.target}), which cannot run on its arguments "
             f"{_arguments(node, key)}: {type(error).__name__}: {str(error).rstrip('.')}.",
             "Give it arguments of the shapes and dtypes that its operator takes.",
@@ -141,7 +141,7 @@ def _check_value(node: torch.fx.Node, name: str, key: str) -> None:
         return
     stated = node.meta.setdefault(key, derived)
     if not agree(stated, derived):
-        raise MetadataError(
+        raise NodeValueError(
             f"Pass {name!r} left the node {node.name!r} ({node.target}) with meta[{key!r}] {facts(stated)}, but its "
             f"operator gives {facts(derived)}.",
             f"Delete meta[{key!r}] of a node you change (it is derived anew), or give its users what they had before.",
@@ -151,14 +151,14 @@ def _check_value(node: torch.fx.Node, name: str, key: str) -> None:
 def _check_outputs(graph: torch.fx.Graph, before: Snapshot, name: str, key: str) -> None:
     outputs = _outputs(graph)
     if len(outputs) != len(before.outputs):
-        raise MetadataError(
+        raise NodeValueError(
             f"Pass {name!r} changed the number of outputs from {len(before.outputs)} to {len(outputs)}.",
             "Leave the output node as it is; replace what it returns.",
         )
     for number, (node, was) in enumerate(zip(outputs, before.outputs, strict=True)):
         now = node.meta.get(key)
         if was is not None and now is not None and not agree(was, now):
-            raise MetadataError(
+            raise NodeValueError(
                 f"Pass {name!r} changed output {number} from {facts(was)} to {facts(now)} (node {node.name!r}).",
                 "Give the replacement the shape, strides and dtype of what it replaces, for instance with "
                 "aten.as_strided or clone(memory_format=...).",
