@@ -7,10 +7,12 @@ per program and per tile.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
+from collections.abc import Callable
 
 import torch
-from paged_cases import FP8, Case, build, check
+from paged_cases import FP8, Case, assert_same_caches, build, check, merge_problem, write_problem
 from subprocess_results import report
 
 from tcport.ir import TileConfig
@@ -35,7 +37,7 @@ OPTIONS = {
 LAYOUTS = {"HND": (96, 80), "interleaved": (40, 72), "packed": (112, 8), "mla": (80, 64)}
 
 
-def cases() -> dict[str, tuple[Case, TileConfig, float]]:
+def attention_cases() -> dict[str, tuple[Case, TileConfig, float]]:
     """Name -> (problem, tile, tolerance)."""
     table: dict[str, tuple[Case, TileConfig, float]] = {}
     for name, options in OPTIONS.items():
@@ -67,6 +69,39 @@ def attention(case: Case, config: TileConfig, tolerance: float) -> None:
     check(call, *entry(call, config, lambda kernel: kernel), tolerance)
 
 
+def write(kv_dtype: torch.dtype, scales: str, layout: str) -> None:
+    """Compare the whole cache, byte for byte."""
+    from tcport.kernels.triton_write import kv_write
+
+    call, want = write_problem(kv_dtype, scales, layout)
+    kv_write(call, lambda kernel: kernel)
+    assert_same_caches(call, want)
+
+
+def merge(dtype: torch.dtype) -> None:
+    from tcport.kernels.triton_merge import merge_states
+
+    call, want_out, want_lse = merge_problem(dtype)
+    out, lse = merge_states(call, lambda kernel: kernel)
+    tolerance = {torch.float16: 2e-3, torch.float32: 1e-6, torch.float64: 1e-13}[dtype]
+    torch.testing.assert_close(out, want_out, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(lse, want_lse, rtol=tolerance, atol=tolerance)
+
+
+def checks() -> dict[str, Callable[[], None]]:
+    table: dict[str, Callable[[], None]] = {
+        name: functools.partial(attention, *row) for name, row in attention_cases().items()
+    }
+    for dtype in (torch.float32, torch.float16, torch.int8, *FP8):
+        scales = "none" if dtype.itemsize > 1 else "token"
+        table[f"write {dtype}"] = functools.partial(write, dtype, scales, "interleaved")
+    table["write with a scale per head, head-major"] = functools.partial(write, torch.int8, "head", "HND")
+    table["write with one scale, packed"] = functools.partial(write, FP8[0], "tensor", "packed")
+    for dtype in (torch.float16, torch.float32, torch.float64):
+        table[f"merge {dtype}"] = functools.partial(merge, dtype)
+    return table
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")  # numpy on log(0), which is meant
-    report({name: lambda row=row: attention(*row) for name, row in cases().items()})
+    report(checks())

@@ -12,6 +12,6 @@ def outcome() -> dict[str, str]:
     return run_in_subprocess("interpreter_checks", TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
 
 
-@pytest.mark.parametrize("name", interpreter_checks.cases())
+@pytest.mark.parametrize("name", interpreter_checks.checks())
 def test_agrees_with_the_reference(outcome: dict[str, str], name: str) -> None:
     assert outcome[name] == ""

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from tcport.ir import TileConfig
-
-from .call import AttentionCall
+from tcport.kernels.call import AttentionCall
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
 _FAR = 2**30  # a window or chunk beyond any length; keeps position arithmetic within 32 bits
@@ -43,10 +42,10 @@ def attention_arguments(call: AttentionCall, config: TileConfig) -> dict[str, An
         "window": None if call.window is None else min(call.window, _FAR),
         "chunk": None if call.chunk is None else min(call.chunk, _FAR),
         "mask_columns": None if mask is None else mask.shape[1],
-        **_strides("query", query, ("token", "head", "dim")),
-        **_strides("k", k, ("page", "token", "head", "dim")),
-        **_strides("v", v, ("page", "token", "head", "dim")),
-        **_strides("table", call.block_table, ("seq", "page")),
+        **strides("query", query, ("token", "head", "dim")),
+        **strides("k", k, ("page", "token", "head", "dim")),
+        **strides("v", v, ("page", "token", "head", "dim")),
+        **strides("table", call.block_table, ("seq", "page")),
         "lens_stride": call.seq_lens.stride(0),
         "cu_stride": 0 if call.cu_seqlens_q is None else call.cu_seqlens_q.stride(0),
         "alibi_stride": 0 if call.alibi_slopes is None else call.alibi_slopes.stride(0),
@@ -109,6 +108,11 @@ def format_of(cache: Tensor) -> str | None:
     return str(cache.dtype).removeprefix("torch.") if cache.dtype in _FP8 else None
 
 
+def strides(name: str, tensor: Tensor, dims: tuple[str, ...]) -> dict[str, Any]:
+    """Strides of a tensor as the kernel arguments ``<name>_stride_<dim>``."""
+    return {f"{name}_stride_{dim}": stride for dim, stride in zip(dims, tensor.stride(), strict=True)}
+
+
 def scale_strides(name: str, scale: Tensor | None) -> dict[str, Any]:
     """Page, token and head stride of a scale: zeros where one value serves all."""
     page = token = head = 0
@@ -117,10 +121,6 @@ def scale_strides(name: str, scale: Tensor | None) -> dict[str, Any]:
     elif scale is not None and scale.dim() == 1 and scale.shape[0] != 1:
         head = scale.stride(0)
     return {f"{name}_stride_page": page, f"{name}_stride_token": token, f"{name}_stride_head": head}
-
-
-def _strides(name: str, tensor: Tensor, dims: tuple[str, ...]) -> dict[str, Any]:
-    return {f"{name}_stride_{dim}": stride for dim, stride in zip(dims, tensor.stride(), strict=True)}
 
 
 def _needs_fp32(query: torch.dtype, *caches: torch.dtype) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_tile import LN2, LOG2E, attend, finish, load_query, main_span, split_span, visible_range
+from tcport.kernels.triton_tile import LN2, LOG2E, attend, finish, load_query, main_span, split_span, visible_range
 
 
 @triton.jit(

@@ -8,8 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tcport.ir import IntLike
-
-from .call import Launcher
+from tcport.kernels.call import Launcher
 
 _SPLITS_AT_ONCE = 16
 

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from tcport.ir import TileConfig
-
-from .call import AttentionCall, Launcher
-from .triton_arguments import head_blocks
-from .triton_splits import attend_in_splits
+from tcport.kernels.call import AttentionCall, Launcher
+from tcport.kernels.triton_arguments import head_blocks
+from tcport.kernels.triton_splits import attend_in_splits
 
 
 def paged_decode(call: AttentionCall, config: TileConfig, launch: Launcher) -> tuple[Tensor, Tensor]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from tcport.ir import TileConfig
-
-from .call import AttentionCall, Launcher
-from .triton_arguments import head_blocks, tokens_per_block
-from .triton_splits import attend_in_splits
+from tcport.kernels.call import AttentionCall, Launcher
+from tcport.kernels.triton_arguments import head_blocks, tokens_per_block
+from tcport.kernels.triton_splits import attend_in_splits
 
 
 def paged_prefill(call: AttentionCall, config: TileConfig, launch: Launcher) -> tuple[Tensor, Tensor]:

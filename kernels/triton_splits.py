@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from tcport.ir import IntLike, TileConfig
-
-from .call import AttentionCall, Launcher
-from .triton_arguments import attention_arguments
-from .triton_attention import paged_attention_kernel
-from .triton_combine import combine
+from tcport.kernels.call import AttentionCall, Launcher
+from tcport.kernels.triton_arguments import attention_arguments
+from tcport.kernels.triton_attention import paged_attention_kernel
+from tcport.kernels.triton_combine import combine
 
 
 def attend_in_splits(

@@ -1,0 +1,94 @@
+"""Compiles of the Triton kernels for GPUs that are not here; ``test_triton_compile.py`` runs them in one subprocess."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+import warnings
+from collections.abc import Callable
+
+import torch
+from paged_cases import Case, build, merge_problem, write_problem
+from subprocess_results import report
+
+from tcport.ir import TileConfig
+
+# Backend, architecture, warp width, and shared memory of one CTA in bytes: CUDA C++ programming guide, table of
+# technical specifications per compute capability; 64 KiB of LDS per workgroup on CDNA3 and RDNA3 (their ISA guides).
+TARGETS = {
+    "sm_75": ("cuda", 75, 32, 64 * 1024),
+    "sm_80": ("cuda", 80, 32, 163 * 1024),
+    "sm_86": ("cuda", 86, 32, 99 * 1024),
+    "sm_90": ("cuda", 90, 32, 227 * 1024),
+    "gfx942": ("hip", "gfx942", 64, 64 * 1024),
+    "gfx1100": ("hip", "gfx1100", 32, 64 * 1024),
+}
+
+DECODE = Case((37, 64), heads=(32, 8), dims=(128, 128), dtype=torch.bfloat16)
+VARLEN = dataclasses.replace(DECODE, q_lens=(5, 64))
+MLA = dataclasses.replace(DECODE, heads=(16, 1), dims=(576, 512), layout="mla")
+EVERYTHING = {"window": 40, "chunk": 24, "softcap": 5.0, "alibi_slopes": True, "sinks": True, "mask": 50}
+SOFT_WINDOW = dataclasses.replace(VARLEN, dims=(80, 80)).with_options(window=100, softcap=5.0)
+QUANTISED = dataclasses.replace(DECODE, kv_dtype=torch.float8_e4m3fn, scales="token", dims=(96, 64), heads=(10, 2))
+FP16, FP32 = (dataclasses.replace(DECODE, dtype=dtype) for dtype in (torch.float16, torch.float32))
+
+ATTENTION: dict[str, tuple[Case, TileConfig, str]] = {
+    "decode": (DECODE, TileConfig(16, 64, 2, 3, 4), "sm_90 sm_80 gfx942"),
+    "decode, small tile": (FP16, TileConfig(16, 16, 2, 2), "sm_75 gfx1100"),
+    "decode, fp32": (FP32, TileConfig(16, 32, 4, 2), "sm_86"),
+    "decode, mla": (MLA, TileConfig(16, 32, 4, 2), "sm_90 gfx942"),
+    "decode, everything": (QUANTISED.with_options(**EVERYTHING), TileConfig(16, 32, 4, 2), "sm_80 gfx942"),
+    "prefill": (VARLEN, TileConfig(128, 64, 8, 2), "sm_90 sm_80"),
+    "prefill, small tile": (VARLEN, TileConfig(64, 32, 4, 2), "sm_86 gfx942"),
+    "prefill, window": (SOFT_WINDOW, TileConfig(64, 64, 4, 2), "sm_90"),
+}
+
+
+def checks() -> dict[str, Callable[[], None]]:
+    table: dict[str, Callable[[], None]] = {}
+    for name, (case, config, targets) in ATTENTION.items():
+        for target in targets.split():
+            table[f"{name}, {target}"] = functools.partial(attention, case, config, target)
+    table["write, sm_80"] = functools.partial(write, torch.float8_e4m3fn, "sm_80")
+    table["write, gfx942"] = functools.partial(write, torch.float8_e4m3fnuz, "gfx942")
+    table["merge, sm_75"] = functools.partial(merge, "sm_75")
+    return table
+
+
+def attention(case: Case, config: TileConfig, target: str) -> None:
+    from tcport.kernels.triton_decode import paged_decode
+    from tcport.kernels.triton_prefill import paged_prefill
+
+    _compile(target, paged_decode if case.q_lens is None else paged_prefill, build(case), config)
+
+
+def write(dtype: torch.dtype, target: str) -> None:
+    from tcport.kernels.triton_write import kv_write
+
+    _compile(target, kv_write, write_problem(dtype, "head", "HND", dtype=torch.bfloat16)[0])
+
+
+def merge(target: str) -> None:
+    from tcport.kernels.triton_merge import merge_states
+
+    _compile(target, merge_states, merge_problem(torch.float16)[0])
+
+
+def _compile(target: str, entry: Callable[..., object], *args: object) -> None:
+    from triton.backends.compiler import GPUTarget
+
+    from tcport.kernels.offline import compile_launch, record
+
+    *names, limit = TARGETS[target]
+    launches = record(entry, *args)
+    assert launches
+    for launch in launches:
+        shared = compile_launch(launch, GPUTarget(*names)).metadata.shared
+        assert shared <= limit, f"{launch.kernel.__name__} needs {shared} of {limit} bytes of shared memory"
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    wanted = sys.argv[1:]
+    report({name: check for name, check in checks().items() if not wanted or name in wanted})
