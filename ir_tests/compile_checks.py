@@ -53,6 +53,8 @@ def checks() -> dict[str, Callable[[], None]]:
     table["write, sm_80"] = functools.partial(write, torch.float8_e4m3fn, "sm_80")
     table["write, gfx942"] = functools.partial(write, torch.float8_e4m3fnuz, "gfx942")
     table["merge, sm_75"] = functools.partial(merge, "sm_75")
+    for name, case in {"decode": DECODE, "everything": VARLEN.with_options(**EVERYTHING), "mla": MLA}.items():
+        table[f"mutations, {name}"] = functools.partial(only_the_results_are_mutated, case)
     return table
 
 
@@ -61,6 +63,30 @@ def attention(case: Case, config: TileConfig, target: str) -> None:
     from tcport.kernels.triton_prefill import paged_prefill
 
     _compile(target, paged_decode if case.q_lens is None else paged_prefill, build(case), config)
+
+
+def only_the_results_are_mutated(case: Case) -> None:
+    """What torch finds a kernel to mutate: an input among it would be cloned, or take a graph off CUDA graphs."""
+    import triton
+    from torch._higher_order_ops import triton_kernel_wrap as wrap
+    from triton.backends.compiler import GPUTarget
+
+    from tcport.kernels.offline import record
+    from tcport.kernels.triton_decode import paged_decode
+    from tcport.kernels.triton_prefill import paged_prefill
+
+    class Driver:
+        get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+
+    triton.runtime.driver.set_active(Driver())
+    entry = paged_decode if case.q_lens is None else paged_prefill
+    for launch in record(entry, build(case), TileConfig(16, 32, 4, 2, 2)):
+        if hasattr(wrap, "identify_accessed_tensors"):
+            accesses = wrap.identify_accessed_tensors(launch.kernel, dict(launch.arguments), {})
+            written = {access.name for access in accesses.read_writes.writes}
+        else:
+            written = set(wrap.identify_mutated_tensors(launch.kernel, dict(launch.arguments), {}))
+        assert written == {"out", "lse"}, f"{launch.kernel.__name__} mutates {sorted(written)}"
 
 
 def write(dtype: torch.dtype, target: str) -> None:

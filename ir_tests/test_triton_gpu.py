@@ -1,4 +1,4 @@
-"""The Triton kernels against the reference on a GPU: options, types, layouts, lengths at every edge, graphs, Inductor."""
+"""The Triton kernels against the reference on a GPU: options, types, layouts, every edge length, graphs, Inductor."""
 
 from __future__ import annotations
 

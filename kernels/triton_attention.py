@@ -2,7 +2,7 @@
 
 Program ``(x, y)`` handles one KV head (x, fastest, so that neighbours read neighbouring heads of a page), one block of
 query rows (x) and one split of the keys (y). Without ``cu_seqlens_q`` a block is the one token of one sequence;
-with it, up to ``BLOCK_M // GROUP`` tokens of one sequence, found on the device by binary search. Results of split y go
+with it, up to ``BLOCK_M // GROUP`` tokens of one sequence, found on the device. Results of split y go
 to slice y of ``out [splits, T, Hq, Dv]`` and ``lse [splits, T, Hq]``, both contiguous.
 """
 
@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 
 from tcport.kernels.triton_tile import LN2, LOG2E, attend, finish, load_query, main_span, split_span, visible_range
+
+_SEGMENTS_AT_ONCE = tl.constexpr(256)
 
 
 @triton.jit(
@@ -101,14 +103,30 @@ def paged_attention_kernel(
     if cu_seqlens_q is None:
         seq, seq_end, first_token = block, block + 1, block
         covered = block < num_seqs
+        count = covered.to(tl.int32)
     else:
         # Late blocks of a causal sequence are the heavy ones: start them first.
         block = tl.num_programs(0) // (NUM_KV_HEADS * HEAD_BLOCKS) - 1 - block
-        seq, seq_end, first_token = _find_block(cu_seqlens_q, cu_stride, num_seqs, num_tokens, block, TOKENS)
+        # The tokens before cu[0] and from cu[B] on form two more segments, "sequences" -1 and B, so that every row of
+        # the output is written. Segment j, counted from 0, owns the blocks from begin(j) // TOKENS + j on: enough for
+        # any lengths, in T // TOKENS + B + 2 blocks in all; those left over start behind their segment's end. The
+        # segment is found by counting the segments whose blocks begin at or before this one: independent loads, where
+        # a binary search waits for each of its loads in turn. (In a function of its own, torch's analysis of what a
+        # kernel mutates would take cu_seqlens_q for written, as the address of the output depends on the result.)
+        segments = block * 0
+        for first in range(0, num_seqs + 2, _SEGMENTS_AT_ONCE):
+            segment = first + tl.arange(0, _SEGMENTS_AT_ONCE)
+            known = (segment > 0) & (segment < num_seqs + 2)
+            begin = tl.load(cu_seqlens_q + (segment - 1).to(tl.int64) * cu_stride, mask=known, other=0).to(tl.int32)
+            segments += tl.sum((known & (begin // TOKENS + segment <= block)).to(tl.int32), 0)
+        seq = segments - 1
         covered = (seq >= 0) & (seq < num_seqs)
-    count = tl.minimum(seq_end - first_token, TOKENS)
-    if cu_seqlens_q is None:
-        count = tl.where(covered, count, 0)
+        next_cu = cu_seqlens_q + segments.to(tl.int64) * cu_stride
+        seq_begin = tl.load(next_cu - cu_stride, mask=seq >= 0, other=0).to(tl.int32)
+        seq_end = tl.load(next_cu, mask=seq < num_seqs, other=num_tokens).to(tl.int32)
+        seq_end = tl.minimum(seq_end, num_tokens)
+        first_token = seq_begin + (block - seq_begin // TOKENS - segments) * TOKENS
+        count = tl.minimum(seq_end - first_token, TOKENS)
     if count <= 0:
         return
     seq_len = tl.load(seq_lens + seq.to(tl.int64) * lens_stride, mask=covered, other=0).to(tl.int32)
@@ -194,26 +212,3 @@ def paged_attention_kernel(
     )
     if lse is not None:
         tl.store(lse + target, log_sum * LN2, mask=valid)
-
-
-@triton.jit
-def _find_block(cu_seqlens_q, cu_stride, num_seqs, num_tokens, block, TOKENS: tl.constexpr):
-    """Sequence of query block ``block``, the end of its tokens, and the first token of the block.
-
-    The tokens before ``cu[0]`` and from ``cu[B]`` on form two more segments, "sequences" -1 and B, so that every row
-    of the output is written. Segment j (counted from 0) owns the blocks from ``begin(j) // TOKENS + j`` on: enough for
-    any lengths, in ``T // TOKENS + B + 2`` blocks in all; those left over start behind their segment's end.
-    """
-    low = block * 0
-    high = low + num_seqs + 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        begin = tl.load(cu_seqlens_q + (middle - 1).to(tl.int64) * cu_stride).to(tl.int32)
-        if begin // TOKENS + middle <= block:
-            low = middle
-        else:
-            high = middle - 1
-    seq = low - 1
-    begin = tl.load(cu_seqlens_q + seq.to(tl.int64) * cu_stride, mask=low > 0, other=0).to(tl.int32)
-    end = tl.load(cu_seqlens_q + low.to(tl.int64) * cu_stride, mask=low <= num_seqs, other=num_tokens).to(tl.int32)
-    return seq, tl.minimum(end, num_tokens), begin + (block - begin // TOKENS - low) * TOKENS
