@@ -69,11 +69,11 @@ def attention(case: Case, config: TileConfig, tolerance: float) -> None:
     check(call, *entry(call, config, lambda kernel: kernel), tolerance)
 
 
-def write(kv_dtype: torch.dtype, scales: str, layout: str) -> None:
+def write(kv_dtype: torch.dtype, scales: str, layout: str, dtype: torch.dtype = torch.float32) -> None:
     """Compare the whole cache, byte for byte."""
     from tcport.kernels.triton_write import kv_write
 
-    call, want = write_problem(kv_dtype, scales, layout)
+    call, want = write_problem(kv_dtype, scales, layout, dtype=dtype)
     kv_write(call, lambda kernel: kernel)
     assert_same_caches(call, want)
 
@@ -92,10 +92,11 @@ def checks() -> dict[str, Callable[[], None]]:
     table: dict[str, Callable[[], None]] = {
         name: functools.partial(attention, *row) for name, row in attention_cases().items()
     }
-    for dtype in (torch.float32, torch.float16, torch.int8, *FP8):
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.int8, *FP8):
         scales = "none" if dtype.itemsize > 1 else "token"
         table[f"write {dtype}"] = functools.partial(write, dtype, scales, "interleaved")
     table["write with a scale per head, head-major"] = functools.partial(write, torch.int8, "head", "HND")
+    table["write int8 from fp64"] = functools.partial(write, torch.int8, "head", "NHD", torch.float64)
     table["write with one scale, packed"] = functools.partial(write, FP8[0], "tensor", "packed")
     for dtype in (torch.float16, torch.float32, torch.float64):
         table[f"merge {dtype}"] = functools.partial(merge, dtype)

@@ -178,7 +178,7 @@ def merge_problem(dtype: torch.dtype, device: str = "cpu") -> tuple[MergeCall, T
     out = torch.randn(2, 5, 3, 48, generator=random, dtype=torch.float64)[..., :40]
     lse = (torch.randn(2, 3, 5, generator=random, dtype=torch.float64) * 20).transpose(1, 2)
     for side, token in ((0, 1), (1, 2), (0, 3), (1, 3)):
-        out[side, token], lse[side, token] = 0.0, -torch.inf
+        out[side, token], lse[side, token] = torch.nan, -torch.inf
     out, lse = out.to(dtype), lse.to(wide)
     want, want_lse = reference.merge_states(out[0].double(), lse[0].double(), out[1].double(), lse[1].double())
     call = MergeCall.of(out[0].to(device), lse[0].to(device), out[1].to(device), lse[1].to(device))

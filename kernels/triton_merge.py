@@ -21,9 +21,8 @@ def merge_states(call: MergeCall, launch: Launcher, config: TileConfig = MERGE_T
         config: ``block_m`` counts rows, a row being one head of one token; ``block_n`` is not used.
     """
     num_tokens, num_heads, dim = call.out_a.shape
-    wide = torch.promote_types(call.lse_a.dtype, call.lse_b.dtype)
     out = call.out_a.new_empty(num_tokens, num_heads, dim)
-    lse = call.lse_a.new_empty(num_tokens, num_heads, dtype=torch.promote_types(wide, torch.float32))
+    lse = call.lse_a.new_empty(num_tokens, num_heads)
     num_rows = num_tokens * num_heads
     launch(merge_states_kernel)[(torch.sym_max((num_rows + config.block_m - 1) // config.block_m, 1),)](
         out_a=call.out_a,
@@ -71,8 +70,10 @@ def merge_states_kernel(
     BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """``BLOCK_M`` rows (token, head), in the precision of ``lse``."""
-    precision: tl.constexpr = lse.dtype.element_ty
+    """``BLOCK_M`` rows (token, head), in fp32, or in fp64 where an argument is."""
+    precision: tl.constexpr = tl.float32
+    if lse.dtype.element_ty == tl.float64 or out.dtype.element_ty == tl.float64:
+        precision: tl.constexpr = tl.float64
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     valid = row < num_rows
     token, head = row // NUM_HEADS, row % NUM_HEADS
@@ -91,8 +92,11 @@ def merge_states_kernel(
     inside = valid[:, None] & (dim < DIM)[None, :]
     rows_a = out_a + token * a_stride_token + head * a_stride_head
     rows_b = out_b + token * b_stride_token + head * b_stride_head
-    a = tl.load(rows_a[:, None] + dim[None, :].to(tl.int64) * a_stride_dim, mask=inside, other=0.0).to(precision)
-    b = tl.load(rows_b[:, None] + dim[None, :].to(tl.int64) * b_stride_dim, mask=inside, other=0.0).to(precision)
+    # The output beside an LSE of -inf may hold anything, NaN included: it is not read.
+    inside_a = inside & (log_a > float("-inf"))[:, None]
+    inside_b = inside & (log_b > float("-inf"))[:, None]
+    a = tl.load(rows_a[:, None] + dim[None, :].to(tl.int64) * a_stride_dim, mask=inside_a, other=0.0).to(precision)
+    b = tl.load(rows_b[:, None] + dim[None, :].to(tl.int64) * b_stride_dim, mask=inside_b, other=0.0).to(precision)
     merged = a * (weight_a * share)[:, None] + b * (weight_b * share)[:, None]
     tl.store(out + row[:, None] * DIM + dim[None, :], merged.to(out.dtype.element_ty), mask=inside)
-    tl.store(lse + row, largest + tl.log(total), mask=valid)
+    tl.store(lse + row, (largest + tl.log(total)).to(lse.dtype.element_ty), mask=valid)

@@ -20,8 +20,6 @@ def kv_write(call: WriteCall, launch: Launcher, config: TileConfig = WRITE_TILE)
 
     Args:
         config: ``block_m`` counts rows, a row being one head of one token; ``block_n`` is not used.
-
-    When two tokens name one slot, either of them may be the one that stays.
     """
     num_slots, num_heads = call.slot_mapping.shape[0], int(call.k_cache.shape[2])
     key_dim, value_dim = int(call.k_cache.shape[3]), int(call.v_cache.shape[3])
@@ -140,15 +138,29 @@ def _write_rows(
     mask = valid[:, None] & (dim < DIM)[None, :]
     x = tl.load(source[:, None] + dim[None, :].to(tl.int64) * source_stride, mask=mask, other=0.0)
     stored: tl.constexpr = target.dtype.element_ty
+    wide: tl.constexpr = tl.float32
+    if source.dtype.element_ty == tl.float64 or stored == tl.float64:
+        wide: tl.constexpr = tl.float64
     if scale is not None:
-        # The quotient is rounded to nearest: an approximate division would move values across rounding boundaries.
-        x = tl.div_rn(x.to(tl.float32), tl.load(scale + scale_offset, mask=valid, other=1.0).to(tl.float32)[:, None])
+        divisor = tl.load(scale + scale_offset, mask=valid, other=1.0).to(wide)[:, None]
+        # Rounded to nearest: an approximate quotient would land on the other side of a rounding boundary.
+        x = tl.div_rn(x.to(wide), divisor) if wide == tl.float32 else x.to(wide) / divisor
     if FORMAT is not None:
         x = encode(x.to(tl.float32), FORMAT)
     elif stored == tl.int8:
-        # Adding 1.5 * 2^23 rounds to nearest even and leaves the integer, in two's complement, in the low bits.
-        limited = tl.minimum(tl.maximum(x.to(tl.float32), -128.0), 127.0)
-        x = (limited + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+        x = _nearest_int8(x.to(wide))
     elif x.dtype != stored:
-        x = x.to(tl.float32)
+        x = x.to(wide)
     tl.store(target[:, None] + dim[None, :].to(tl.int64) * target_stride, x.to(stored), mask=mask)
+
+
+@triton.jit
+def _nearest_int8(x):
+    """Rounded to nearest even and saturated.
+
+    Adding 1.5 * 2^23 (2^52 for fp64) leaves the integer, in two's complement, in the low bits of the float.
+    """
+    limited = tl.minimum(tl.maximum(x, -128.0), 127.0)
+    if x.dtype == tl.float64:
+        return (limited + 6755399441055744.0).to(tl.int64, bitcast=True).to(tl.int8)
+    return (limited + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
