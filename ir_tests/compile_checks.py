@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable
 
 import torch
-from paged_cases import Case, build, merge_problem, write_problem
+from paged_cases import FP8, Case, build, merge_problem, write_problem
 from subprocess_results import report
 
 from tcport.ir import TileConfig
@@ -52,7 +52,13 @@ def checks() -> dict[str, Callable[[], None]]:
             table[f"{name}, {target}"] = functools.partial(attention, case, config, target)
     table["write, sm_80"] = functools.partial(write, torch.float8_e4m3fn, "sm_80")
     table["write, gfx942"] = functools.partial(write, torch.float8_e4m3fnuz, "gfx942")
-    table["merge, sm_75"] = functools.partial(merge, "sm_75")
+    table["write, fp64"] = functools.partial(write, torch.int8, "sm_80", torch.float64)
+    table["merge, fp64"] = functools.partial(merge, "sm_90", torch.float64)
+    for dtype in FP8:
+        case = dataclasses.replace(QUANTISED, kv_dtype=dtype, scales="head")
+        table[f"decode, {dtype}"] = functools.partial(attention, case, TileConfig(16, 32, 4, 1), "sm_86")
+    native = dataclasses.replace(QUANTISED, scales="head")
+    table["decode, converted by the hardware"] = functools.partial(attention, native, TileConfig(16, 32, 4, 1), "sm_90")
     for name, case in {"decode": DECODE, "everything": VARLEN.with_options(**EVERYTHING), "mla": MLA}.items():
         table[f"mutations, {name}"] = functools.partial(only_the_results_are_mutated, case)
     return table
@@ -67,38 +73,34 @@ def attention(case: Case, config: TileConfig, target: str) -> None:
 
 def only_the_results_are_mutated(case: Case) -> None:
     """What torch finds a kernel to mutate: an input among it would be cloned, or take a graph off CUDA graphs."""
-    import triton
     from torch._higher_order_ops import triton_kernel_wrap as wrap
     from triton.backends.compiler import GPUTarget
 
-    from tcport.kernels.offline import record
+    from tcport.kernels.offline import record, targeting
     from tcport.kernels.triton_decode import paged_decode
     from tcport.kernels.triton_prefill import paged_prefill
 
-    class Driver:
-        get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
-
-    triton.runtime.driver.set_active(Driver())
     entry = paged_decode if case.q_lens is None else paged_prefill
     for launch in record(entry, build(case), TileConfig(16, 32, 4, 2, 2)):
-        if hasattr(wrap, "identify_accessed_tensors"):
-            accesses = wrap.identify_accessed_tensors(launch.kernel, dict(launch.arguments), {})
-            written = {access.name for access in accesses.read_writes.writes}
-        else:
-            written = set(wrap.identify_mutated_tensors(launch.kernel, dict(launch.arguments), {}))
+        with targeting(GPUTarget("cuda", 90, 32)):
+            if hasattr(wrap, "identify_accessed_tensors"):
+                accesses = wrap.identify_accessed_tensors(launch.kernel, dict(launch.arguments), {})
+                written = {access.name for access in accesses.read_writes.writes}
+            else:
+                written = set(wrap.identify_mutated_tensors(launch.kernel, dict(launch.arguments), {}))
         assert written == {"out", "lse"}, f"{launch.kernel.__name__} mutates {sorted(written)}"
 
 
-def write(dtype: torch.dtype, target: str) -> None:
+def write(dtype: torch.dtype, target: str, source: torch.dtype = torch.bfloat16) -> None:
     from tcport.kernels.triton_write import kv_write
 
-    _compile(target, kv_write, write_problem(dtype, "head", "HND", dtype=torch.bfloat16)[0])
+    _compile(target, kv_write, write_problem(dtype, "head", "HND", dtype=source)[0])
 
 
-def merge(target: str) -> None:
+def merge(target: str, dtype: torch.dtype) -> None:
     from tcport.kernels.triton_merge import merge_states
 
-    _compile(target, merge_states, merge_problem(torch.float16)[0])
+    _compile(target, merge_states, merge_problem(dtype)[0])
 
 
 def _compile(target: str, entry: Callable[..., object], *args: object) -> None:

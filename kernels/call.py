@@ -44,10 +44,10 @@ class AttentionCall:
         """Whether V is the first ``Dv`` components of K (multi-head latent attention), so that K serves as both."""
         k, v = self.k_cache, self.v_cache
         return (
-            v.dtype == k.dtype
+            v.untyped_storage()._cdata == k.untyped_storage()._cdata
+            and v.dtype == k.dtype
             and v.stride() == k.stride()
             and v.storage_offset() == k.storage_offset()
-            and v.untyped_storage()._cdata == k.untyped_storage()._cdata
         )
 
     @classmethod

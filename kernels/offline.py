@@ -10,8 +10,9 @@ process that runs its interpreter.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -79,7 +80,25 @@ def compile_launch(launch: Launch, target: GPUTarget) -> Any:
         if aligned and not (param.do_not_specialize or param.do_not_specialize_on_alignment):
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(launch.kernel, signature, constants, attributes)
-    return triton.compile(source, target=target, options=dict(launch.options))
+    with targeting(target):
+        return triton.compile(source, target=target, options=dict(launch.options))
+
+
+@contextlib.contextmanager
+def targeting(target: GPUTarget) -> Iterator[None]:
+    """Make ``tl.target_info`` in a kernel answer for ``target``, not for the GPU of this machine."""
+    triton.runtime.driver.set_active(_AbsentDevice(target))
+    try:
+        yield
+    finally:
+        triton.runtime.driver.set_active(None)  # found again when it is next asked for
+
+
+class _AbsentDevice:
+    """The one answer that a compile wants from Triton's driver."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.get_current_target = lambda: target
 
 
 def _type_of(value: Any) -> str:

@@ -67,6 +67,7 @@ def attention_arguments(call: AttentionCall, config: TileConfig) -> dict[str, An
         "K_FORMAT": format_of(k),
         "V_FORMAT": format_of(v),
         "V_IS_K": call.v_is_view_of_k and block_v == block_main,
+        "V_LIKE_K": _equal_row_strides(k, v),
         "K_TOKEN_SCALE": call.k_scale is not None and call.k_scale.dim() == 3,
         "V_TOKEN_SCALE": call.v_scale is not None and call.v_scale.dim() == 3,
         "CAUSAL": call.causal,
@@ -121,6 +122,12 @@ def scale_strides(name: str, scale: Tensor | None) -> dict[str, Any]:
     elif scale is not None and scale.dim() == 1 and scale.shape[0] != 1:
         head = scale.stride(0)
     return {f"{name}_stride_page": page, f"{name}_stride_token": token, f"{name}_stride_head": head}
+
+
+def _equal_row_strides(k: Tensor, v: Tensor) -> bool:
+    """Whether K and V have known and equal page, token and dim strides."""
+    pairs = [(k.stride(i), v.stride(i)) for i in (0, 1, 3)]
+    return all(isinstance(a, int) and isinstance(b, int) and a == b for a, b in pairs)
 
 
 def _needs_fp32(query: torch.dtype, *caches: torch.dtype) -> bool:

@@ -86,6 +86,7 @@ def paged_attention_kernel(
     K_FORMAT: tl.constexpr,
     V_FORMAT: tl.constexpr,
     V_IS_K: tl.constexpr,
+    V_LIKE_K: tl.constexpr,
     K_TOKEN_SCALE: tl.constexpr,
     V_TOKEN_SCALE: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -151,17 +152,23 @@ def paged_attention_kernel(
     if mask is None:
         main_begin, main_end = main_span(begin, end, full_begin, full_end, BLOCK_N)
 
+    # LOG2E moves logits to base 2; it is multiplied in here, and not once per logit.
     scale = tl.cast(scale, tl.float32)
-    if softcap is not None:
-        softcap = tl.cast(softcap, tl.float32)
+    if softcap is None:
+        scale *= LOG2E
+    else:
+        scale /= tl.cast(softcap, tl.float32)
+        softcap = tl.cast(softcap, tl.float32) * LOG2E
     # From here on these two are per row. (They keep their names because only an argument that is None may enter a
     # tuple as None.)
     if alibi_slopes is not None:
-        alibi_slopes = tl.load(alibi_slopes + q_head.to(tl.int64) * alibi_stride).to(tl.float32)
+        alibi_slopes = tl.load(alibi_slopes + q_head.to(tl.int64) * alibi_stride).to(tl.float32) * LOG2E
     if mask is not None:
         mask += token * mask_stride_token
     keys = (k_cache + kv_head.to(tl.int64) * k_stride_head, k_stride_page, k_stride_token, k_stride_dim)
     values = (v_cache + kv_head.to(tl.int64) * v_stride_head, v_stride_page, v_stride_token, v_stride_dim)
+    if V_LIKE_K:  # the same strides under the same name: row offsets are computed, and held in registers, once
+        values = (v_cache + kv_head.to(tl.int64) * v_stride_head, k_stride_page, k_stride_token, k_stride_dim)
     # A scale that is one for all tokens leaves the sums: K's multiplies every logit, V's every output.
     v_head_scale = 1.0
     if k_scale is not None:

@@ -18,31 +18,36 @@ import triton.language as tl
 def decode(bits, FORMAT: tl.constexpr):
     """The values of uint8 ``bits`` as fp16 (fp32 for e5m2fnuz, which reaches past fp16's exponents); exact."""
     if FORMAT == "float8_e4m3fn" and tl.target_info.cuda_capability_geq(8, 9):
-        return bits.to(tl.float8e4nv, bitcast=True).to(tl.float16)
-    if FORMAT == "float8_e5m2":
-        return (bits.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
-    if FORMAT == "float8_e5m2fnuz":
+        value = bits.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    elif FORMAT == "float8_e5m2":
+        value = (bits.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
+    elif FORMAT == "float8_e5m2fnuz":
         wide = bits.to(tl.uint32)
-        value = (((wide & 0x80) << 24) | ((wide & 0x7F) << 21)).to(tl.float32, bitcast=True)
-        return tl.where(bits == 0x80, float("nan"), value * 2.0**111)
-    # e4m3: shifted into an fp16 the exponent is 8 (fn) or 7 (fnuz) too small, subnormals included.
-    wide = bits.to(tl.uint16)
-    value = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
-    if FORMAT == "float8_e4m3fnuz":
-        return tl.where(bits == 0x80, float("nan"), value * 128.0)
-    return tl.where((bits & 0x7F) == 0x7F, float("nan"), value * 256.0)
+        value = (((wide & 0x80) << 24) | ((wide & 0x7F) << 21)).to(tl.float32, bitcast=True) * 2.0**111
+        value = tl.where(bits == 0x80, float("nan"), value)
+    else:
+        # e4m3: shifted into an fp16 the exponent is 8 (fn) or 7 (fnuz) too small, subnormals included.
+        wide = bits.to(tl.uint16)
+        value = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
+        if FORMAT == "float8_e4m3fnuz":
+            value = tl.where(bits == 0x80, float("nan"), value * 128.0)
+        else:
+            value = tl.where((bits & 0x7F) == 0x7F, float("nan"), value * 256.0)
+    return value
 
 
 @triton.jit
 def encode(x, FORMAT: tl.constexpr):
     """fp32 ``x`` rounded to nearest even and saturated to the largest finite value, as uint8 bits; NaN stays NaN."""
     if FORMAT == "float8_e4m3fn":
-        return _round(x, 3, 7, 448.0, False)
-    if FORMAT == "float8_e4m3fnuz":
-        return _round(x, 3, 8, 240.0, True)
-    if FORMAT == "float8_e5m2":
-        return _round(x, 2, 15, 57344.0, False)
-    return _round(x, 2, 16, 57344.0, True)
+        code = _round(x, 3, 7, 448.0, False)
+    elif FORMAT == "float8_e4m3fnuz":
+        code = _round(x, 3, 8, 240.0, True)
+    elif FORMAT == "float8_e5m2":
+        code = _round(x, 2, 15, 57344.0, False)
+    else:
+        code = _round(x, 2, 16, 57344.0, True)
+    return code
 
 
 @triton.jit
@@ -62,5 +67,4 @@ def _round(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LIMIT: tl.constexpr, F
     sign = (x.to(tl.uint32, bitcast=True) >> 31) << 7
     if FNUZ:
         sign = tl.where(code == 0, 0, sign)  # there is no negative zero: its bits are the NaN
-        return tl.where(x == x, code | sign, 0x80).to(tl.uint8)
-    return tl.where(x == x, code | sign, 0x7F).to(tl.uint8)
+    return tl.where(x == x, code | sign, 0x80 if FNUZ else 0x7F).to(tl.uint8)

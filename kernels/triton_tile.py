@@ -9,11 +9,14 @@ Softmax is the online one of FlashAttention (arXiv:2205.14135, algorithm 1) in b
 Arguments travel in tuples:
     carry: ``(accumulator [M, V], denominator [M], maximum [M])``, fp32.
     query: ``(main [M, D],)`` or ``(main [M, D], rest [M, D'])``: two powers of two where one would pad too much.
-    rows: ``(first visible key [M], end [M], position [M], ALiBi slope [M] or None, mask row pointers [M] or None)``.
+    rows: ``(first visible key [M], end [M], position [M], ALiBi slope [M] in base 2 or None, mask row pointers [M] or
+        None)``.
     keys, values: ``(pointer at the KV head, page stride, token stride, dim stride)``; with a scale per token there
         follow ``(scale pointer at the KV head, page stride, token stride)``.
     table: ``(pointer at the sequence's row, stride)``.
     span: ``(begin, end, main_begin, main_end)``: keys to visit, and those among them that every row sees.
+
+``q.k`` times ``scale`` is the base-2 logit; with ``softcap``, that is the factor of its hyperbolic tangent.
 """
 
 from __future__ import annotations
@@ -183,7 +186,10 @@ def _attend_tiles(
         logits *= scale
         if len(keys) > 4:
             logits *= _load_scales(keys, page, slot, inside)[None, :]
-        logits = _score(logits, key, position, slope, softcap)
+        if softcap is not None:
+            logits = softcap * _tanh(logits)
+        if slope is not None:
+            logits += slope[:, None] * (key[None, :] - position[:, None]).to(tl.float32)
         if MASKED:
             visible = (key[None, :] >= row_begin[:, None]) & (key[None, :] < row_end[:, None])
             if mask_rows is not None:
@@ -246,7 +252,7 @@ def _load_tile(
     else:
         tile = tl.load(pointers)
     if FORMAT is not None:
-        return decode(tile, FORMAT).to(dtype)
+        tile = decode(tile, FORMAT)
     return tile.to(dtype)
 
 
@@ -254,19 +260,8 @@ def _load_tile(
 def _load_scales(cache, page, slot, inside):
     """Scales ``[N]`` of the keys or values at ``(page, slot)``."""
     pointers = cache[4] + page * cache[5] + slot.to(tl.int64) * cache[6]
-    if inside is not None:
-        return tl.load(pointers, mask=inside, other=0).to(tl.float32)
-    return tl.load(pointers).to(tl.float32)
-
-
-@triton.jit
-def _score(logits, key, position, slope, softcap):
-    """Base-2 logits from natural ones: softcap, then ALiBi."""
-    if softcap is not None:
-        logits = softcap * _tanh(logits * (1.0 / softcap))
-    if slope is not None:
-        logits += slope[:, None] * (key[None, :] - position[:, None]).to(tl.float32)
-    return logits * LOG2E
+    scale = tl.load(pointers) if inside is None else tl.load(pointers, mask=inside, other=0)
+    return scale.to(tl.float32)
 
 
 @triton.jit

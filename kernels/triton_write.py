@@ -138,9 +138,8 @@ def _write_rows(
     mask = valid[:, None] & (dim < DIM)[None, :]
     x = tl.load(source[:, None] + dim[None, :].to(tl.int64) * source_stride, mask=mask, other=0.0)
     stored: tl.constexpr = target.dtype.element_ty
-    wide: tl.constexpr = tl.float32
-    if source.dtype.element_ty == tl.float64 or stored == tl.float64:
-        wide: tl.constexpr = tl.float64
+    has_fp64: tl.constexpr = source.dtype.element_ty == tl.float64 or stored == tl.float64
+    wide: tl.constexpr = tl.float64 if has_fp64 else tl.float32
     if scale is not None:
         divisor = tl.load(scale + scale_offset, mask=valid, other=1.0).to(wide)[:, None]
         # Rounded to nearest: an approximate quotient would land on the other side of a rounding boundary.
@@ -162,5 +161,7 @@ def _nearest_int8(x):
     """
     limited = tl.minimum(tl.maximum(x, -128.0), 127.0)
     if x.dtype == tl.float64:
-        return (limited + 6755399441055744.0).to(tl.int64, bitcast=True).to(tl.int8)
-    return (limited + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+        bits = (limited + 6755399441055744.0).to(tl.int64, bitcast=True)
+    else:
+        bits = (limited + 12582912.0).to(tl.int32, bitcast=True)
+    return bits.to(tl.int8)
