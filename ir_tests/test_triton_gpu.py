@@ -8,10 +8,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from paged_cases import FP8, Case, assert_same_caches, build, check, merge_problem, write_problem
 
 from tcport.ir import TileConfig
 from tcport.kernels.call import AttentionCall
+from tcport.testing import LAYOUTS, paged_batches
 
 pytestmark = pytest.mark.gpu
 
@@ -301,6 +304,18 @@ def test_no_compilation_after_the_first_call_of_a_kind() -> None:
     assert compiled == []
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_anything_at_all(layout: str, data: st.DataObject) -> None:
+    """Random batches with options, dtypes, lengths and strides in any combination, poison around every live byte."""
+    batch = data.draw(paged_batches(layouts=[layout])).to("cuda")
+    config = data.draw(
+        st.sampled_from([TileConfig(16, 16, 2, 3, 2), TileConfig(32, 64, 4, 2), TileConfig(64, 32, 4, 1)])
+    )
+    batch.check(*attend(AttentionCall.of(**batch.arguments, return_lse=True), config))
+
+
 @pytest.mark.parametrize("case", [DECODE, VARLEN], ids=["decode", "varlen"])
 def test_a_captured_graph_follows_lengths_changed_in_place(case: Case) -> None:
     config = dataclasses.replace(DECODE_TILE if case.q_lens is None else VARLEN_TILE, num_splits=2)
@@ -356,9 +371,12 @@ def test_compiled_by_inductor_with_symbolic_sizes(case: Case) -> None:
 
 @pytest.mark.parametrize(
     ("scales", "layout", "dtype"),
-    [("none", "NHD", BF16), ("tensor", "HND", FP32), ("head", "interleaved", FP16), ("token", "packed", BF16)],
-)
-@pytest.mark.parametrize("kv_dtype", [BF16, FP16, FP32, torch.int8, *FP8], ids=str)
+    [
+        ("none", "NHD", BF16), ("tensor", "HND", FP32), ("head", "interleaved", FP16), ("token", "packed", BF16),
+        ("head", "NHD", torch.float64),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("kv_dtype", [BF16, FP16, FP32, torch.float64, torch.int8, *FP8], ids=str)
 def test_kv_write(kv_dtype: torch.dtype, scales: str, layout: str, dtype: torch.dtype) -> None:
     from tcport.kernels.triton_write import kv_write
 
