@@ -11,6 +11,8 @@ from tcport.kernels.triton_arguments import attention_arguments
 from tcport.kernels.triton_attention import paged_attention_kernel
 from tcport.kernels.triton_combine import combine
 
+_MOST_SPLITS = 2**16 - 1  # of the second grid dimension, on CUDA and on HIP
+
 
 def attend_in_splits(
     call: AttentionCall, config: TileConfig, launch: Launcher, blocks: IntLike
@@ -58,5 +60,5 @@ def number_of_splits(call: AttentionCall, config: TileConfig) -> IntLike:
     the batch is: with a constant number, how a sequence is cut depends on its own length alone.
     """
     if call.num_splits is not None:
-        return call.num_splits
+        return min(call.num_splits, _MOST_SPLITS)
     return config.splits(1 if call.batch_invariant else call.seq_lens.shape[0])

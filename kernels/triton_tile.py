@@ -166,7 +166,8 @@ def _attend_tiles(
     # software pipeliner sees plain loads. A table entry that holds no key before keys_end is never read.
     key = begin + tl.arange(0, BLOCK_N)
     page = _load_pages(table, key, keys_end, PAGE_SIZE)
-    for start in range(begin, end, BLOCK_N):
+    # Edges are a tile or two: buffers and a prologue for a pipeline would cost them more than it gives.
+    for start in tl.range(begin, end, BLOCK_N, num_stages=1 if MASKED and mask_rows is None else None):
         key = start + tl.arange(0, BLOCK_N)
         slot = key % PAGE_SIZE
         inside = (key < keys_end) if MASKED else None

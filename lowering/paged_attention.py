@@ -45,6 +45,8 @@ def _triton(name: str, spec: AttentionSpec, profile: DeviceProfile) -> Answer:
     """The ranked tile of a Triton kernel, and behind it the smallest legal one as the generic link."""
     if profile.vendor == "cpu":
         return Verdict.no("Triton has no CPU target")
+    if "float64" in (spec.query_dtype, spec.kv_dtype):
+        return Verdict.no("the Triton kernels accumulate in fp32")
     kernel = _load(name)
     try:
         ranking = rank_tiles(spec, profile)
