@@ -79,7 +79,7 @@ class Emitter:
         for name in ("stack_trace", "custom", "nn_module_stack", "source_fn_stack"):
             if name in self.before.meta:
                 node.meta[name] = self.before.meta[name]
-        if not aliasing.is_mutation(node):
+        if not aliasing.is_mutation(node) and not _is_custom(target):
             self.memo[key] = node
         return node
 
@@ -308,6 +308,11 @@ class Emitter:
             if node.op == "call_method":
                 return getattr(args[0], str(node.target))(*args[1:], **kwargs)
             return node.target(*args, **kwargs)  # type: ignore[operator]  # a call_function target is callable
+
+
+def _is_custom(target: Any) -> bool:
+    """Whether a call is of an operator outside PyTorch: its result may reach the user, who may change it in place."""
+    return isinstance(target, aliasing.OpOverload) and target.namespace != "aten"
 
 
 def _hashable(value: Any) -> Hashable:

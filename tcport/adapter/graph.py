@@ -36,6 +36,8 @@ class GraphFacts:
         self.position = {node: i for i, node in enumerate(self.nodes)}
         values = (node.meta.get("example_value") for node in self.nodes)
         self.fake_mode = next((value.fake_mode for value in values if hasattr(value, "fake_mode")), None)
+        self.news = False
+        """Set when sizes have become known to be equal while the graph was read."""
         self._shared: dict[str, Any] = {}
         self._ids: dict[Node, int] = {}
         self._mutations: dict[int, list[tuple[int, Node, Node]]] = {}

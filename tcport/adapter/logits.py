@@ -9,7 +9,7 @@ import torch
 from sympy import Expr
 from torch.fx import Node
 
-from tcport.adapter.algebra import Read, equal
+from tcport.adapter.algebra import equal
 from tcport.adapter.booleans import TRUE, Formula, all_of, boolean, negated
 from tcport.adapter.contract import Contraction, contraction_of
 from tcport.adapter.graph import op_name
@@ -203,7 +203,7 @@ def _alibi(reader: Reader, ref: Ref, key: Expr) -> Ref | None:
         position = _as_integer(reader, distance)
         if position is not None and position.coeff(key) == 1:
             offset = position - key
-            if not offset.has(key) and not offset.atoms(Read):
+            if not offset.has(key):
                 return reader.resolve(slope)
     return None
 

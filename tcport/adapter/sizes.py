@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import sympy
@@ -38,6 +38,24 @@ def shape_of(node: Node) -> tuple[Expr, ...]:
     """The sizes of a tensor node; () for a node that holds no tensor."""
     tensor = tensor_of(node)
     return () if tensor is None else tuple(size_expr(size) for size in tensor.shape)
+
+
+def meet(a: Sequence[int | torch.SymInt], b: Sequence[int | torch.SymInt]) -> bool:
+    """Let the sizes of operands that broadcast together be known to be equal, where neither is 1.
+
+    They are equal in every run that gets this far; but not every operation has told the size symbols so.
+
+    Returns:
+        Whether that was news: sizes read before may now be spelled with another symbol.
+    """
+    news = False
+    for x, y in zip(reversed(a), reversed(b), strict=False):
+        if size_expr(x) == size_expr(y) or 1 in (size_expr(x), size_expr(y)):
+            continue
+        same = x == y
+        if isinstance(same, torch.SymBool) and same.node.has_hint() and same.node.hint:
+            news |= bool(same)  # a guard: from here on both have one symbol
+    return news
 
 
 def leaves(tree: Any) -> Iterator[Any]:

@@ -115,13 +115,13 @@ def _split(reader: Reader, target: Target) -> Target:
     return target
 
 
-def attentions(facts: GraphFacts) -> Iterator[tuple[Node, Node]]:
-    """The K and V cache of every canonical attention in the graph."""
+def attentions(facts: GraphFacts) -> Iterator[tuple[Node, tuple[Node, Node]]]:
+    """Every canonical attention in the graph, with its K and V cache."""
     for node in facts.nodes:
         if node.target is torch.ops.tcport.paged_attention.default:
             k_cache, v_cache = node.args[1:3]
             if isinstance(k_cache, Node) and isinstance(v_cache, Node):
-                yield k_cache, v_cache
+                yield node, (k_cache, v_cache)
 
 
 def reads(cache: Node, write: SlotWrite) -> bool:
@@ -136,7 +136,7 @@ def reads(cache: Node, write: SlotWrite) -> bool:
 
 def _page_size(facts: GraphFacts, root: Node, slots: Expr) -> Expr:
     """Slots per page of a cache that is flattened: as its readers see it, else one."""
-    for caches in attentions(facts):
+    for _, caches in attentions(facts):
         for cache in caches:
             if aliasing.aliases(cache, root) and divided(slots, shape_of(cache)[1]) is not None:
                 return shape_of(cache)[1]

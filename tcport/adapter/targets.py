@@ -9,16 +9,17 @@ from typing import Any
 
 import torch
 from sympy import Expr
+from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
 from tcport.adapter import aliasing
 from tcport.adapter.algebra import equal
 from tcport.adapter.gather import indexed_coords
-from tcport.adapter.graph import op_name
+from tcport.adapter.graph import GraphFacts, op_name
 from tcport.adapter.reader import Reader, Ref, is_integral
 from tcport.adapter.report import Rejected
-from tcport.adapter.sizes import leaves, shape_of, size_expr, tensor_of
+from tcport.adapter.sizes import leaves, meet, shape_of, size_expr, tensor_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,14 +69,15 @@ def target_of(reader: Reader, node: Node) -> Target | None:
     return Target(node, changed[0], cache, at, coords) if len(cache.coords) >= 3 else None
 
 
-def region_shape(reader: Reader, node: Node, index: Any) -> tuple[Expr, ...] | None:
-    """Sizes of ``node[index]``; None for an index that picks by truth, or is not understood."""
+def region_shape(facts: GraphFacts, node: Node, index: Any, value: Tensor) -> tuple[Expr, ...] | None:
+    """Sizes of ``node[index]``, which takes ``value``; None for an index that picks by truth, or is not understood."""
     tensor = tensor_of(node)
     items = [item for item in leaves(index) if isinstance(item, Node)]
     if tensor is None or not all(is_integral(item) or tensor_of(item) is None for item in items):
         return None
-    concrete = map_arg(index, lambda n: n.meta["example_value"])
-    return tuple(size_expr(size) for size in tensor[concrete].shape)
+    region = tensor[map_arg(index, lambda n: n.meta["example_value"])]
+    facts.news |= meet(region.shape, value.shape)
+    return tuple(size_expr(size) for size in region.shape)
 
 
 Written = tuple[Any, Node, tuple[Expr, ...]]
@@ -86,9 +88,10 @@ def _symbols(reader: Reader, shape: tuple[Expr, ...]) -> tuple[Expr, ...]:
 
 
 def _setitem(reader: Reader, node: Node, changed: Node, index: Any, value: Any) -> Written | None:
-    if not isinstance(value, Node) or tensor_of(value) is None or not shape_of(value):
+    held = tensor_of(value) if isinstance(value, Node) else None
+    if held is None or held.dim() == 0:
         return None  # one number for all is no new key
-    shape = region_shape(reader, changed, index)
+    shape = region_shape(reader.facts, changed, index, held)
     coords = _symbols(reader, shape or ())
     inside = None
     if shape is not None:

@@ -47,10 +47,19 @@ class _Writes:
 
     def __init__(self, facts: GraphFacts) -> None:
         self.facts = facts
-        self.reader = Reader(facts, Space())
+        self._read()
+        if facts.news:  # the writes read first may spell a size otherwise than the last
+            self._read()
+        self.pairs: dict[Node, _Pair] = {}
+        for write in self.writes.values():
+            if write.node not in self.pairs and write.node not in self.reasons:
+                self._pair(write)
+
+    def _read(self) -> None:
+        self.reader = Reader(self.facts, Space())
         self.writes: dict[Node, SlotWrite] = {}
         self.reasons: dict[Node, Rejected] = {}
-        for node in facts.nodes:
+        for node in self.facts.nodes:
             try:
                 write = slot_write(self.reader, node)
             except Rejected as rejected:
@@ -58,10 +67,6 @@ class _Writes:
             else:
                 if write is not None:
                     self.writes[node] = write
-        self.pairs: dict[Node, _Pair] = {}
-        for write in self.writes.values():
-            if write.node not in self.pairs and write.node not in self.reasons:
-                self._pair(write)
 
     def match(self, node: Node) -> Match | None:
         """The match anchored at a node; None at the other write of a pair, and where nothing is written."""
@@ -85,13 +90,11 @@ class _Writes:
 
     def _pair(self, first: SlotWrite) -> None:
         """Pair a write with the nearest later one that can be its other half, or say why there is none."""
-        found = [write for write in self.writes.values() if self._belong(first, write)]
-        found.sort(key=lambda write: not any(self._linked(first, write, caches) for caches in attentions(self.facts)))
-        if not found:
+        second = next((write for write in self.writes.values() if self._belong(first, write)), None)
+        if second is None:
             cache = first.target.cache.node.name
             self.reasons[first.node] = Rejected("pairing", f"no write to another cache than {cache} has the same slots")
             return
-        second = found[0]
         obstacle = self._seen_between(first, second, first)
         anchor = second
         if obstacle is not None:
@@ -111,16 +114,29 @@ class _Writes:
         sizes = self.reader.space.sizes
         shapes = [(*(sizes[h] for h in w.head), sizes.get(w.place, 1)) for w in (first, second)]
         apart = not aliasing.aliases(first.target.changed, second.target.changed)
-        return shapes[0] == shapes[1] and (apart or aliasing.disjoint(first.region, second.region))
+        if shapes[0] != shapes[1] or not (apart or aliasing.disjoint(first.region, second.region)):
+            return False
+        return self._linked(first, second)
 
-    def _linked(self, a: SlotWrite, b: SlotWrite, caches: tuple[Node, Node]) -> bool:
-        """Whether one attention reads both."""
-        k_cache, v_cache = caches
-        return (reads(k_cache, a) and reads(v_cache, b)) or (reads(k_cache, b) and reads(v_cache, a))
+    def _linked(self, a: SlotWrite, b: SlotWrite) -> bool:
+        """Whether one attention reads both, or none reads either."""
+        for caches in self._attentions(after=b):
+            read = [any(reads(cache, write) for cache in caches) for write in (a, b)]
+            if any(read):
+                return all(read)
+        return True
+
+    def _attentions(self, after: SlotWrite) -> list[tuple[Node, Node]]:
+        """The caches of all attentions, in the order in which they follow a write, then those before it."""
+        start = self.facts.position[after.node]
+        found = [(self.facts.position[node] < start, caches) for node, caches in attentions(self.facts)]
+        return [caches for _, caches in sorted(found, key=lambda item: item[0])]
 
     def _key_first(self, pair: _Pair) -> tuple[SlotWrite, SlotWrite]:
         """Which of a pair is K: what an attention reads as such, else the first."""
-        for k_cache, v_cache in attentions(self.facts):
+        for k_cache, v_cache in self._attentions(after=pair.second):
+            if reads(k_cache, pair.first) and reads(v_cache, pair.second):
+                break
             if reads(k_cache, pair.second) and reads(v_cache, pair.first):
                 return pair.second, pair.first
         return pair.first, pair.second
