@@ -28,6 +28,7 @@ def attend(mask: Mask) -> Callable[..., Tensor]:
 
 def options(adapted: Adapted) -> dict[str, Any]:
     """The keyword arguments of the only canonical call, tensors as True; ``cu`` for packed query tokens."""
+    assert adapted.kinds == ["paged_attention:sdpa"], adapted.report
     (node,) = adapted.calls(PAGED)
     given = {name: True if isinstance(value, torch.fx.Node) else value for name, value in node.kwargs.items()}
     return given | ({"cu": True} if len(node.args) > 5 else {})
@@ -304,3 +305,38 @@ def test_tree_mask_next_to_a_length() -> None:
     tree[..., 0] = True
     adapted = run(model, *problem(tokens=4).args, tree)
     assert options(adapted) == {"cu": True, "causal": False, "mask": True}
+
+
+def test_prefix_that_everyone_sees() -> None:
+    def mask(lens: Tensor, tokens: int, keys: int) -> Tensor:
+        query = ((lens - tokens)[:, None] + torch.arange(tokens))[..., None]
+        positions = torch.arange(keys)
+        return (((positions <= query) | (positions < 3)) & (positions < lens[:, None, None]))[:, None]
+
+    assert options(run(attend(mask), *problem(tokens=4).args)) == {"cu": True, "causal": False, "mask": True}
+
+
+@pytest.mark.parametrize("hide", ["window", "mask"])
+def test_pages_that_are_hidden_may_be_padding(hide: str) -> None:
+    """Freed pages behind a window, or in front of left padding, are -1 in the table."""
+
+    def mask(lens: Tensor, tokens: int, keys: int) -> Tensor:
+        positions = torch.arange(keys)
+        first = lens[:, None] - 4 if hide == "window" else lens[:, None] // 2
+        return ((positions < lens[:, None]) & (positions >= first))[:, None, None]
+
+    given = problem()
+    lens = torch.tensor([40, 30, 21])
+    table = given.table.clone()
+    table[:, 0] = -1
+    adapted = run(attend(mask), *given.args[:3], table, lens)
+    assert options(adapted) == ({"window": 4} if hide == "window" else {"mask": True})
+
+
+def test_is_causal_with_symbolic_sizes() -> None:
+    def model(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor) -> Tensor:
+        key, value = (cache[table].flatten(1, 2).transpose(1, 2) for cache in (k_cache, v_cache))
+        return F.scaled_dot_product_attention(q, key, value, is_causal=True, enable_gqa=True)
+
+    adapted = run(model, *problem(tokens=7).args, dynamic=True)
+    assert options(adapted) == {"cu": True}, adapted.report

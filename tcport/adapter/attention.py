@@ -16,10 +16,12 @@ from torch.fx import Node
 
 from tcport.adapter.algebra import FloorDiv, Read, Space, divided
 from tcport.adapter.booleans import Formula, substituted
+from tcport.adapter.digits import digits_of
 from tcport.adapter.graph import GraphFacts
 from tcport.adapter.masks import Visibility, symbols_in, visibility
 from tcport.adapter.reader import Reader, Ref
 from tcport.adapter.report import Rejected
+from tcport.adapter.sizes import shape_of
 from tcport.adapter.stored import Stored, stored
 
 MAX_GROUP = 64
@@ -158,6 +160,10 @@ def _roles_of(reader: Reader, attention: Attention) -> Roles:
     if column in space.symbols_of(*key.ref.coords, *value.ref.coords):
         raise Rejected("layout", "the keys of a sequence do not follow each other page by page")
 
+    for element in (key, value):
+        for coord, size in zip(element.ref.coords, shape_of(element.ref.node), strict=True):
+            if size.free_symbols and digits_of(space, coord, size, {page}) is None:
+                raise _Symbolic([size])  # a flattened cache whose slots are no known multiple of the page size
     outer = [s for c in attention.coords for s in space.in_order(c)]
     sequences = [s for s in outer if table_at.has(s)]
     heads = [s for s in outer if _has(key, s) and s not in sequences]

@@ -70,7 +70,7 @@ def _build(emit: Emitter, reader: Reader, roles: Roles, cache_dtype: torch.dtype
     v_cache = _cache(
         emit, reader, roles.value, [_list(roles.page), _list(roles.slot), [*roles.head], [*roles.value_dim]], whole
     )
-    table = emit.integer(roles.table, [roles.sequences, _list(roles.column)], whole={roles.column})
+    table = _table(emit, roles, k_cache)
     optional: dict[str, Any] = {
         "k_scale": _kv_scale(emit, roles, roles.key, 1.0, cache_dtype),
         "v_scale": _kv_scale(emit, roles, roles.value, roles.value.factor, cache_dtype),
@@ -125,6 +125,19 @@ def _cache(emit: Emitter, reader: Reader, element: Stored, groups: Groups, whole
                 f"{ref.node.name} is written by {mutator.name} between the gather and its use by {emit.before.name}",
             )
     return cache
+
+
+def _table(emit: Emitter, roles: Roles, k_cache: Node) -> Node:
+    """The block table. Where positions below a length may be hidden, PyTorch's meaning of a negative entry is kept.
+
+    Pages behind a window or under a mask are padding to some models; the operator takes every entry below the length
+    for a page id, and indexing in PyTorch takes negative ones from the end of the cache.
+    """
+    table = emit.integer(roles.table, [roles.sequences, _list(roles.column)], whole={roles.column})
+    visible = roles.visible
+    if visible.rest == TRUE and visible.window is None and visible.chunk is None:
+        return table
+    return emit.call(operator.mod, table, emit.size(shape_of(k_cache)[0]))
 
 
 def _seq_lens(emit: Emitter, roles: Roles) -> Node:

@@ -138,6 +138,7 @@ def _page_size(facts: GraphFacts, root: Node, slots: Expr) -> Expr:
     """Slots per page of a cache that is flattened: as its readers see it, else one."""
     for _, caches in attentions(facts):
         for cache in caches:
-            if aliasing.aliases(cache, root) and divided(slots, shape_of(cache)[1]) is not None:
-                return shape_of(cache)[1]
+            page_size = shape_of(cache)[1]
+            if aliasing.aliases(cache, root) and divided(slots, page_size) is not None:
+                return page_size
     return sympy.Integer(1)
