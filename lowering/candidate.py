@@ -36,6 +36,7 @@ class Candidate:
         run: ``run(call, launch)`` allocates the outputs and launches; it can be run on tensors or traced.
         config: its tile, None where the kernel has no tiles.
         why: one line on why this tile was chosen.
+        source: identity of the code behind it; the registry fills it in.
     """
 
     kernel: str
@@ -43,6 +44,12 @@ class Candidate:
     run: Callable[..., Any]
     config: TileConfig | None = None
     why: str = ""
+    source: str = dataclasses.field(default="", repr=False)
+
+    @property
+    def needs_compiler(self) -> bool:
+        """Whether Triton has to work on this machine."""
+        return self.tier in ("tuned", "generic")
 
     def __str__(self) -> str:
         return f"{self.kernel} [{self.tier}]" + (f" {self.config}" if self.config else "")

@@ -16,6 +16,9 @@ from tcport.lowering.candidate import Candidate, Tier, Verdict
 from tcport.lowering.registry import Answer, register_lowering
 from tcport.tiling import rank_tiles
 
+_TUNED_TILES = 3
+"""Ranked tiles that are tried before the smallest one: what defeats the compiler in one often spares the next."""
+
 Kernel = Callable[[AttentionCall, TileConfig, Launcher], tuple[Tensor, Tensor]]
 
 
@@ -42,7 +45,7 @@ def torch_attention(spec: AttentionSpec, profile: DeviceProfile) -> Answer:
 
 
 def _triton(name: str, spec: AttentionSpec, profile: DeviceProfile) -> Answer:
-    """The ranked tile of a Triton kernel, and behind it the smallest legal one as the generic link."""
+    """The best ranked tiles of a Triton kernel, and behind them the smallest legal one as the generic link."""
     if profile.vendor == "cpu":
         return Verdict.no("Triton has no CPU target")
     if "float64" in (spec.query_dtype, spec.kv_dtype):
@@ -52,9 +55,10 @@ def _triton(name: str, spec: AttentionSpec, profile: DeviceProfile) -> Answer:
         ranking = rank_tiles(spec, profile)
     except NoTileError as error:
         return Verdict.no(error.cause)
-    best, smallest = ranking.configs[0], min(ranking.configs, key=lambda c: (c.block_m * c.block_n, c.num_stages))
-    tiles: list[tuple[Tier, TileConfig]] = [("tuned", best)]
-    if smallest != best:
+    best = ranking.configs[:_TUNED_TILES]
+    smallest = min(ranking.configs, key=lambda c: (c.block_m * c.block_n, c.num_stages, c.num_warps))
+    tiles: list[tuple[Tier, TileConfig]] = [("tuned", tile) for tile in best]
+    if smallest not in best:
         tiles.append(("generic", smallest))
     return [Candidate(name, tier, _bind(kernel, tile), tile) for tier, tile in tiles]
 

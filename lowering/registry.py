@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import fnmatch
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -42,11 +43,17 @@ class Row:
 
     def identity(self) -> str:
         """What the cache key knows of the row."""
-        where = (self.op, self.name, self.vendor, self.arch, self.flags, self.priority)
-        return f"{where} {source_identity(self.lower)}"
+        return _identity(self)
+
+
+@functools.lru_cache(maxsize=256)
+def _identity(row: Row) -> str:
+    where = (row.op, row.name, row.vendor, row.arch, row.flags, row.priority)
+    return f"{where} {source_identity(row.lower)}"
 
 
 _ROWS: list[Row] = []
+_generation = 0
 
 
 def register_lowering(
@@ -73,6 +80,8 @@ def register_lowering(
     """
 
     def register(lower: LowerFn) -> LowerFn:
+        global _generation
+        _generation += 1
         row = Row(op, name or lower.__name__, lower, vendor, arch, flags, priority)
         _ROWS[:] = [r for r in _ROWS if (r.op, r.name) != (row.op, row.name)] + [row]
         return lower
@@ -82,7 +91,14 @@ def register_lowering(
 
 def unregister_lowering(op: str, name: str) -> None:
     """Forget a registered lowering; unknown names are ignored."""
+    global _generation
+    _generation += 1
     _ROWS[:] = [row for row in _ROWS if (row.op, row.name) != (op, name)]
+
+
+def generation() -> int:
+    """A number that changes with every registration: what was chosen under another one may be out of date."""
+    return _generation
 
 
 def rows(op: str) -> tuple[Row, ...]:
@@ -123,7 +139,8 @@ def select(op: str, spec: Any, profile: DeviceProfile, *, kernel: str | None = N
             rejections.append(Rejection(row.name, answer.reason))
             continue
         answers = (answer,) if isinstance(answer, Candidate) else tuple(answer)
-        candidates += [(TIERS.index(c.tier), -row.priority, c) for c in answers]
+        stamped = [dataclasses.replace(c, source=row.identity()) for c in answers]
+        candidates += [(TIERS.index(c.tier), -row.priority, c) for c in stamped]
     candidates.sort(key=lambda entry: entry[:2])
     if not candidates:
         reasons = "; ".join(map(str, rejections)) or "no lowering is registered"

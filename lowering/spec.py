@@ -105,3 +105,14 @@ def dim(size: int | torch.SymInt) -> Dim:
 def dtype_name(dtype: torch.dtype) -> str:
     """``torch.bfloat16`` as ``"bfloat16"``."""
     return str(dtype).removeprefix("torch.")
+
+
+def compiled_facts(spec: object) -> str:
+    """What of a spec can make a kernel compile or not, as text: sizes that stay open and symbolic strides left out."""
+    facts = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec)}  # type: ignore[arg-type]
+    closed = {name: value for name, value in facts.items() if name not in ("num_seqs", "num_tokens", "max_context")}
+    for name, value in closed.items():
+        if isinstance(value, KVLayout):
+            strides = {k: v if isinstance(v, int) else None for k, v in dataclasses.asdict(value).items()}
+            closed[name] = tuple(strides.values())
+    return repr(tuple(closed.items()))

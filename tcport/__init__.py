@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from tcport import eager as eager  # binds the implementations of the operators
+from tcport.counting import counters
 from tcport.debug import debug_mode
 from tcport.device import device_profile
 from tcport.graph_pass import PassContext, register_pass, registered_pass, unregister_pass
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "PassContext",
     "__version__",
+    "counters",
     "debug_mode",
     "device_profile",
     "explain",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,13 +15,16 @@ import sympy
 import torch
 import torch.fx
 from torch._dynamo.exc import RestartAnalysis, ShortenTraceback, SkipFrame
-from torch._guards import TracingContext
+from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import config, ir
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codecache import CodeCacheFuture
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.graph import GraphLowering
 from torch._inductor.lowering import lowerings, process_subgraph_nodes, register_lowering
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -123,6 +127,28 @@ def unwrapped(error: Exception) -> Exception:
     return twin
 
 
+def failed_kernel(error: BaseException | None) -> tuple[str, str] | None:
+    """Name and generated source of the Triton kernel behind an exception that came out of Inductor or its code.
+
+    None where no kernel is behind it, or it cannot be told.
+    """
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        named = getattr(error, _KERNEL, None) or _launched_kernel(error)
+        if named is not None:
+            return named
+        error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
+    return None
+
+
+@contextlib.contextmanager
+def outside_dynamo(example_inputs: Sequence[Any]) -> Iterator[None]:
+    """What Inductor needs around it where Dynamo does not call it: the fake mode of the graph's inputs."""
+    with torch.no_grad(), tracing(TracingContext(detect_fake_mode(list(example_inputs)))):
+        yield
+
+
 def original(fn: Any) -> Any:
     """The function or module behind a compiled one; anything else as it is."""
     return getattr(fn, "_orig_mod", None) or getattr(fn, "_torchdynamo_orig_callable", None) or fn
@@ -213,14 +239,61 @@ def _installed(
     if torch.ops.aten.sym_storage_offset.default not in lowerings:
         # Without it, in-graph views of one symbolic tensor are all written at offset 0 (pytorch#198068).
         register_lowering(torch.ops.aten.sym_storage_offset.default, type_promotion_kind=None)(_storage_offset)
+    compile_triton = AsyncCompile.triton
     GraphLowering.codegen = audited_codegen  # type: ignore[method-assign]
+    AsyncCompile.triton = _naming(compile_triton)  # type: ignore[method-assign]
     try:
         yield
     finally:
         GraphLowering.codegen = codegen  # type: ignore[method-assign]
+        AsyncCompile.triton = compile_triton  # type: ignore[method-assign]
         for overload in overloads:
             lowerings.pop(overload, None)
         lowerings.update(before)
+
+
+_KERNEL = "tcport_kernel"
+
+
+def _naming(compile_triton: Callable[..., Any]) -> Callable[..., Any]:
+    """Inductor's Triton compile, each of whose exceptions says which kernel it is about.
+
+    Kernels compile in other processes, and what comes back is text; which of a graph's kernels failed decides which of
+    its nodes steps down.
+    """
+
+    def triton(self: AsyncCompile, kernel_name: str, source_code: str, *args: Any, **kwargs: Any) -> Any:
+        @contextlib.contextmanager
+        def named() -> Iterator[None]:
+            try:
+                yield
+            except Exception as error:
+                setattr(error, _KERNEL, (kernel_name, source_code))
+                raise
+
+        with named():
+            kernel = compile_triton(self, kernel_name, source_code, *args, **kwargs)
+        if isinstance(kernel, CodeCacheFuture):
+            finish = kernel.result
+
+            def result(*args: Any, **kwargs: Any) -> Any:
+                with named():
+                    return finish(*args, **kwargs)
+
+            kernel.result = result  # type: ignore[method-assign]
+        return kernel
+
+    return triton
+
+
+def _launched_kernel(error: BaseException) -> tuple[str, str] | None:
+    """The generated kernel that raised at its launch."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        kernel = frame.f_locals.get("self")
+        if isinstance(kernel, CachingAutotuner):
+            constants = [kernel.triton_meta, *(config.all_kwargs() for config in kernel.configs or ())]
+            return str(kernel.inductor_meta.get("kernel_name") or kernel.fn.__name__), repr(constants)
+    return None
 
 
 def _lowering(emit: Callable[[torch.fx.Node], Emission]) -> Callable[..., Any]:

@@ -11,8 +11,9 @@ import torch.fx
 
 from tcport import _inductor, debug, history, ops
 from tcport.adapter import adapt
+from tcport.attempt import run_stage
 from tcport.attention_only import attention_only
-from tcport.compilation import compile_graph, run_stage
+from tcport.compilation import compile_graph
 from tcport.errors import OptionError, TcportError
 from tcport.invalid import first_invalid_call, postpone
 from tcport.options import Options, parse_options

@@ -1,27 +1,27 @@
-"""The fallback chain as eager calls walk it: the first kernel that runs, and a record of those that did not."""
+"""The fallback chain: which links of a node are left, what a failure does to them, and eager calls as they walk it."""
 
 from __future__ import annotations
 
 import functools
-import traceback
 from typing import Any
 
-from tcport import history
+from tcport import history, quarantine
+from tcport.counting import count
 from tcport.device import DeviceProfile, device_profile
-from tcport.errors import KernelBuildError, KernelLaunchError
+from tcport.errors import KernelBuildError, KernelLaunchError, OutOfResourcesError
+from tcport.failures import cause_of, class_name, details, first_line, raise_if_sticky
+from tcport.logs import logger
 from tcport.lowering.candidate import Candidate
 from tcport.lowering.operators import NodeChoice, Operator, device_of
-from tcport.lowering.registry import select
-from tcport.report import FallbackReason
-
-_quarantined: dict[tuple[str, str], FallbackReason] = {}
+from tcport.lowering.registry import generation, select
+from tcport.report import Cause, FallbackReason
 
 
 def run(operator: Operator, call: Any, *, kernel: str | None = None, strict: bool = False) -> Any:
     """Carry out a call on real tensors with the best kernel that works.
 
-    A kernel that does not build, or needs more than the device has, is quarantined for this device and not tried
-    again; the step is recorded in :func:`tcport.history.fallbacks`.
+    Running another kernel after a failed one is safe: attention writes to fresh tensors only, and a cache write that
+    was begun is repeated whole, with the same values into the same slots.
 
     Args:
         kernel: name of the only kernel to try.
@@ -29,54 +29,93 @@ def run(operator: Operator, call: Any, *, kernel: str | None = None, strict: boo
 
     Raises:
         OptionError, NoCandidateError: see :func:`tcport.lowering.registry.select`.
+        KernelBuildError, KernelLaunchError: see :func:`step_down`.
         KernelLaunchError: the device reported a fault that no other kernel can survive in this process.
     """
     profile = device_profile(device_of(call))
-    choice = _choice(operator, operator.spec(call), profile, kernel)
-    for candidate, following in zip(choice.selection.candidates, [*choice.selection.candidates[1:], None], strict=True):
-        key = (profile.digest(), str(candidate))
-        if key in _quarantined:
-            continue
+    choice = _choice(operator, operator.spec(call), profile, kernel, generation())
+    for candidate in survivors(choice):
+        if quarantine.reason(choice, candidate) is not None:
+            continue  # it was lost together with the one before
         try:
             return candidate.run(call, _launch)
         except Exception as error:
-            _raise_if_sticky(error, candidate)
-            if strict or following is None or not _is_build_failure(error):
+            raise_if_sticky(error, str(candidate))
+            cause = cause_of(error)
+            if cause is None or candidate.tier == "torch":
                 raise
-            reason = FallbackReason(
-                operator.name, str(candidate), str(following), type(error).__name__, str(error).strip()[:500]
-            )
-            _quarantined[key] = reason
-            history.record_fallback(reason)
-    raise KernelBuildError(
-        f"Every kernel for {operator.name} is quarantined on {profile.name}.", "See tcport.history.fallbacks()."
+            step_down(choice, candidate, error, cause, strict=strict)
+    raise _no_link_left(choice, choice.selection.candidates[-1], None)
+
+
+def survivors(choice: NodeChoice) -> list[Candidate]:
+    """The links of a chain that have not failed, best first; never empty.
+
+    Raises:
+        KernelBuildError: every kernel that the options allow has failed before.
+    """
+    left = [c for c in choice.selection.candidates if quarantine.reason(choice, c) is None]
+    if not left:
+        first = choice.selection.candidates[0]
+        raise _no_link_left(choice, first, quarantine.reason(choice, first))
+    return left
+
+
+def step_down(
+    choice: NodeChoice, failed: Candidate, error: BaseException, cause: Cause, *, node: str = "", strict: bool = False
+) -> FallbackReason:
+    """Quarantine a candidate that failed and record what takes its place.
+
+    Without a working compiler no link that needs one can do better, and all of them are left at once.
+
+    Args:
+        node: the graph node; default: the operator.
+        strict: the step is an error.
+
+    Raises:
+        KernelBuildError, OutOfResourcesError, KernelLaunchError: the options forbid the step, or nothing is left.
+    """
+    candidates = choice.selection.candidates
+    lost = [c for c in candidates if c == failed or (cause == "toolchain" and c.needs_compiler)]
+    behind = candidates[candidates.index(failed) + 1 :]
+    left = [c for c in behind if c not in lost and quarantine.reason(choice, c) is None]
+    to = str(left[0]) if left else "nothing"
+    reason = FallbackReason(
+        node or choice.operator.name, str(failed), to, cause, class_name(error), first_line(error), details(error)
+    )
+    if strict:
+        raise _error(cause)(
+            f"{failed} for {reason.node} failed ({cause}): {reason.error}: {reason.message}.",
+            "Drop the option 'strict' to go on with the next kernel.",
+        ) from error
+    for candidate in lost:
+        quarantine.add(choice, candidate, reason)
+    history.record_fallback(reason)
+    count(f"fallback {cause}")
+    logger("chain").warning("%s", reason)
+    if not left:
+        raise _no_link_left(choice, failed, reason) from error
+    return reason
+
+
+def _no_link_left(choice: NodeChoice, failed: Candidate, reason: FallbackReason | None) -> Exception:
+    cause = reason.cause if reason else "build"
+    said = f": {reason.error}: {reason.message}" if reason else ""
+    return _error(cause)(
+        f"No kernel is left for {choice.operator.name} on {choice.profile.name or choice.profile.vendor}; "
+        f"{failed} failed ({cause}){said}.",
+        "Drop the option 'kernel' to allow other kernels; tcport.history.fallbacks() has every step.",
     )
 
 
+def _error(cause: Cause) -> type[KernelBuildError] | type[KernelLaunchError]:
+    return {"launch": KernelLaunchError, "resources": OutOfResourcesError}.get(cause, KernelBuildError)
+
+
 @functools.lru_cache(maxsize=4096)
-def _choice(operator: Operator, spec: Any, profile: DeviceProfile, kernel: str | None) -> NodeChoice:
+def _choice(operator: Operator, spec: Any, profile: DeviceProfile, kernel: str | None, generation: int) -> NodeChoice:
     return NodeChoice(operator, spec, select(operator.name, spec, profile, kernel=kernel), profile)
 
 
 def _launch(kernel: Any) -> Any:
     return kernel
-
-
-def _is_build_failure(error: Exception) -> bool:
-    """Whether an exception says that this kernel cannot be had here, so that another may."""
-    if isinstance(error, (KernelBuildError, ImportError, OSError)):
-        return True
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    makers = ("triton.compiler", "triton.backends", "triton.runtime.errors")
-    names = [type(error).__module__, *(frame.f_globals.get("__name__", "") for frame in frames)]
-    return any(name.startswith(makers) for name in names)
-
-
-def _raise_if_sticky(error: Exception, candidate: Candidate) -> None:
-    """An illegal access poisons the CUDA context: every later call fails too, so stepping down would only hide it."""
-    text = str(error).lower()
-    if any(word in text for word in ("illegal memory access", "misaligned address", "device-side assert")):
-        raise KernelLaunchError(
-            f"{candidate} faulted on the device: {error}.",
-            "The process has lost its device context: restart it, with TCPORT_DEBUG=1 to check tables and lengths.",
-        ) from error

@@ -60,6 +60,14 @@ class OutOfResourcesError(KernelBuildError):
     """A compiled kernel needs more shared memory, registers or threads than the device has."""
 
 
+class SelfTestError(KernelBuildError):
+    """A kernel compiled, ran, and gave wrong numbers on a problem whose answer is known."""
+
+
+class BundleError(KernelBuildError):
+    """A precompiled kernel cannot be used: corrupt, made for another device, compiler or version, or not loadable."""
+
+
 class KernelLaunchError(TcportError, RuntimeError):
     """A compiled kernel could not be launched."""
 

@@ -1,4 +1,4 @@
-"""What happened in this process: reports of compiles, the collector behind ``explain``, fallbacks of eager calls."""
+"""What happened in this process: reports of compiles, the collector behind ``explain``, steps down the chain."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
+from tcport.counting import count
 from tcport.options import Options
 from tcport.report import CompileReport, FallbackReason, GraphReport
 
@@ -18,6 +19,9 @@ _fallbacks: list[FallbackReason] = []
 def record(graph: GraphReport, options: Options) -> None:
     """Add a compiled graph to every open collector, and make it the last report."""
     global _last
+    count("graphs")
+    if graph.from_cache:
+        count("graphs from cache")
     with _lock:
         _last = _report_of(graph, options)
         for report in _collectors:
@@ -32,13 +36,13 @@ def last_report() -> CompileReport | None:
 
 
 def record_fallback(reason: FallbackReason) -> None:
-    """Note a step down the chain that happened outside any compile."""
+    """Note a step down the chain."""
     with _lock:
         _fallbacks.append(reason)
 
 
 def fallbacks() -> tuple[FallbackReason, ...]:
-    """Every step down the chain that eager calls of this process took, each once."""
+    """Every step down the chain that this process took, each once."""
     with _lock:
         return tuple(_fallbacks)
 

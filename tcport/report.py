@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
+
+Cause = Literal["build", "resources", "launch", "toolchain", "wrong numbers", "unavailable"]
+"""Why a link of the chain was left.
+
+``build``: the compiler refused the kernel. ``resources``: it needs more than the device has. ``launch``: it was built
+and could not be started. ``toolchain``: no compiler works here (no assembler, no C compiler, no cache folder).
+``wrong numbers``: its self-test failed. ``unavailable``: a package or file it needs is absent or was refused.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,13 +48,24 @@ class Rejected:
 
 @dataclasses.dataclass(frozen=True)
 class FallbackReason:
-    """A step down the chain: which kernel failed, how, and what took its place."""
+    """A step down the chain: which kernel failed, how, and what took its place.
+
+    Attributes:
+        node: the first graph node, or the operator, that met the failure.
+        kernel: the candidate that failed, with its tile. to: the one that took its place.
+        error: class of the exception. message: its first line. details: the exception with its traceback.
+    """
 
     node: str
     kernel: str
     to: str
+    cause: Cause
     error: str
     message: str
+    details: str = dataclasses.field(default="", repr=False, compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.node}: {self.kernel} -> {self.to}, {self.cause}: {self.error}: {self.message}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +122,11 @@ class GraphReport:
     from_cache: bool = False
     source: str = dataclasses.field(default="", repr=False)
 
+    def note(self, text: str) -> None:
+        """Add a remark; a graph that is compiled again makes it once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
 
 @dataclasses.dataclass
 class CompileReport:
@@ -152,7 +176,7 @@ def _graph_lines(graph: GraphReport) -> list[str]:
         lines.append(f"pass {p.name}: {p.matches} match{'' if p.matches == 1 else 'es'}")
         lines += [f"    {note}" for note in _repeated(list(p.notes))]
     lines += _repeated([_node_text(node) for node in graph.nodes])
-    lines += [f"FALLBACK {f.node}: {f.kernel} -> {f.to}, {f.error}: {f.message}" for f in graph.fallbacks]
+    lines += [f"FALLBACK {fallback}" for fallback in graph.fallbacks]
     lines += [f"CACHE COPY {c.buffer} ({_size(c.bytes)}) from {c.origin}" for c in graph.clones]
     if not graph.from_cache:
         lines += ["no cache-sized copies"] if not graph.clones else []

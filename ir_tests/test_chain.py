@@ -1,0 +1,194 @@
+"""The fallback chain as eager calls walk it: right results, recorded reasons, no retry, and what is never survived."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from fault_injection import TILES, Faulty, installed, raising
+from torch import Tensor
+
+import tcport
+from tcport import history, logs, quarantine
+from tcport.device import DeviceProfile, device_profile, override_profile
+from tcport.errors import KernelBuildError, KernelLaunchError, OutOfResourcesError, SelfTestError, ShapeError
+from tcport.failures import cause_of
+from tcport.kernels import reference
+from tcport.lowering.operators import PAGED_ATTENTION
+
+
+@pytest.fixture(autouse=True)
+def _no_failure_remembered() -> Iterator[None]:
+    quarantine.clear()
+    yield
+    quarantine.clear()
+
+
+def problem(size: int = 3, dim: int = 16, seed: int = 0) -> tuple[Tensor, ...]:
+    rng = torch.Generator().manual_seed(seed)
+    table = torch.randperm(4 * size, generator=rng).reshape(size, 4).int()
+    lens = torch.randint(1, 17, (size,), generator=rng)
+    caches = (torch.randn(4 * size, 4, 2, dim, generator=rng) for _ in range(2))
+    return torch.randn(size, 4, dim, generator=rng), *caches, table, lens
+
+
+def check(args: tuple[Tensor, ...]) -> None:
+    want, _ = reference.paged_attention(*args, compute_dtype=torch.float64)
+    torch.testing.assert_close(tcport.paged_attention(*args).double(), want.double(), rtol=1e-5, atol=1e-5)
+
+
+class CompilationError(Exception):
+    """A compiler's own error, known by where it comes from."""
+
+
+CompilationError.__module__ = "triton.compiler.errors"
+
+FAULTS = {
+    "a compile error": (CompilationError("at 3:4: unsupported"), "build"),
+    "our own word for it": (KernelBuildError("ptxas fatal: injected.", "None."), "build"),
+    "what Inductor makes of ptxas": (RuntimeError("No valid triton configs. PTXASError: PTXAS error: x"), "build"),
+    "shared memory": (RuntimeError("out of resource: shared memory, Required: 300000."), "resources"),
+    "our own word for shared memory": (OutOfResourcesError("Needs 300000 bytes.", "None."), "resources"),
+    "a refused launch": (RuntimeError("Triton Error [CUDA]: invalid argument"), "launch"),
+    "too many registers": (RuntimeError("CUDA error: too many resources requested for launch"), "resources"),
+    "no assembler": (RuntimeError("Cannot find ptxas"), "toolchain"),
+    "no C compiler": (RuntimeError("Failed to find C compiler. Please specify via CC."), "toolchain"),
+    "wrong numbers": (SelfTestError("Off by 3.", "None."), "wrong numbers"),
+    "a missing package": (ImportError("No module named 'triton'"), "unavailable"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_kernel_that_fails_is_left_once(name: str) -> None:
+    error, cause = FAULTS[name]
+    steps = len(history.fallbacks())
+    counted = tcport.counters().get(f"fallback {cause}", 0)
+    with installed(Faulty(raising(error))) as kernel:
+        for seed in range(3):
+            check(problem(seed=seed))
+        # Without a compiler the other tiles are not asked; any other failure is each tile's own.
+        assert kernel.calls == list(TILES[:1] if cause == "toolchain" else TILES)
+    reasons = history.fallbacks()[steps:]
+    assert [r.cause for r in reasons] == [cause] * len(kernel.calls)
+    assert reasons[0].kernel == "faulty [tuned] 64x64 w4 st3"
+    assert reasons[-1].to.startswith("torch_attention")
+    assert str(error).splitlines()[0][:40] in reasons[0].message
+    assert "Traceback" in reasons[0].details
+    assert tcport.counters()[f"fallback {cause}"] == counted + len(reasons)
+
+
+def test_the_next_tile_of_the_same_kernel_is_next() -> None:
+    with installed(Faulty(raising(CompilationError("no"), TILES[:1]))) as kernel:
+        check(problem(seed=1))
+        check(problem(seed=2))
+        assert kernel.calls == [TILES[0], TILES[1], TILES[1]]
+
+
+def test_another_spec_another_driver_and_a_new_try_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    with installed(Faulty(raising(RuntimeError("Triton Error [CUDA]: busy"), TILES[:1]))) as kernel:
+        check(problem())
+        check(problem(dim=32))
+        assert kernel.calls == [TILES[0], TILES[1]] * 2
+        kernel.calls.clear()
+        newer = device_profile("cpu").replace(driver_version="999")
+        with override_profile(newer):
+            check(problem())
+        assert kernel.calls == [TILES[0], TILES[1]]
+        kernel.calls.clear()
+        monkeypatch.setattr(quarantine, "RETRY_AFTER", 0.0)
+        quarantine.clear()
+        check(problem())
+        check(problem())
+        assert kernel.calls == [TILES[0], TILES[1]] * 2
+
+
+def test_a_new_compiler_is_a_new_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    with installed(Faulty(raising(CompilationError("no"), TILES[:1]))) as kernel:
+        check(problem())
+        monkeypatch.setattr(quarantine, "fingerprint", lambda: "triton 99")
+        check(problem())
+        assert kernel.calls == [TILES[0], TILES[1]] * 2
+
+
+@pytest.mark.parametrize("said", ["an illegal memory access was encountered", "misaligned address", "DEVICE_LOST"])
+def test_a_lost_device_is_never_survived(said: str) -> None:
+    steps = history.fallbacks()
+    with installed(Faulty(raising(RuntimeError(f"CUDA error: {said}")))) as kernel:
+        with pytest.raises(KernelLaunchError, match="must be restarted"):
+            check(problem())
+        assert kernel.calls == [TILES[0]]
+    assert history.fallbacks() == steps
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ShapeError("Wrong.", "Right it."), torch.OutOfMemoryError("out of memory"), ValueError("a bug"), KeyError()],
+)
+def test_what_says_nothing_about_the_kernel_reaches_the_caller(error: Exception) -> None:
+    assert cause_of(error) is None
+    with installed(Faulty(raising(error))), pytest.raises(type(error)):
+        check(problem())
+
+
+def test_strict_and_forced() -> None:
+    call = PAGED_ATTENTION.call(*problem())
+    with installed(Faulty(raising(CompilationError("no"), TILES[:1]))) as kernel:
+        with pytest.raises(KernelBuildError, match="Drop the option 'strict'"):
+            tcport.chain.run(PAGED_ATTENTION, call, strict=True)
+        # A forced kernel may take another tile, and nothing but another tile.
+        tcport.chain.run(PAGED_ATTENTION, call, kernel="faulty")
+        assert kernel.calls == [TILES[0], TILES[0], TILES[1]]
+    quarantine.clear()
+    with installed(Faulty(raising(OutOfResourcesError("Needs 300000 bytes.", "")))) as kernel:
+        for _ in range(2):
+            with pytest.raises(OutOfResourcesError, match="No kernel is left for paged_attention .* Needs 300000"):
+                tcport.chain.run(PAGED_ATTENTION, call, kernel="faulty")
+        assert kernel.calls == list(TILES)
+
+
+def test_500_steps_with_failures_at_random() -> None:
+    """Failures come and go: the quarantine is emptied now and then, as its expiry does."""
+    dice = random.Random(0)
+    errors = [error for error, _ in FAULTS.values()]
+
+    def fault(tile: object) -> None:
+        if dice.random() < 0.3:
+            raise dice.choice(errors)
+
+    args = problem()
+    want, _ = reference.paged_attention(*args)
+    before = len(history.fallbacks())
+    with installed(Faulty(fault)):
+        for _ in range(500):
+            torch.testing.assert_close(tcport.paged_attention(*args), want, rtol=1e-5, atol=1e-5)
+            if dice.random() < 0.2:
+                quarantine.clear()
+    assert len(history.fallbacks()) - before > 50
+
+
+def test_each_step_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "tcport.chain"), installed(Faulty(raising(CompilationError("no")))):
+        for seed in range(3):
+            check(problem(seed=seed))
+    assert [r.getMessage().partition(",")[0] for r in caplog.records] == [
+        "paged_attention: faulty [tuned] 64x64 w4 st3 -> faulty [tuned] 32x32 w4 st2",
+        "paged_attention: faulty [tuned] 32x32 w4 st2 -> faulty [generic] 16x16 w1 st1",
+        "paged_attention: faulty [generic] 16x16 w1 st1 -> torch_attention [torch]",
+    ]
+
+
+def test_the_environment_turns_a_topic_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("TCPORT_LOGS", "passes, chain-test")
+    log = logs.logger("chain-test")
+    log.info("a choice")
+    logs.logger("silent-test").info("never seen")
+    assert capsys.readouterr().err == "[tcport.chain-test] a choice\n"
+
+
+def test_profiles_that_differ_by_the_card_alone_share_a_quarantine() -> None:
+    card = DeviceProfile("nvidia", "cuda", arch="sm_90", name="H200", uuid="GPU-1")
+    assert card.digest() == card.replace(uuid="GPU-2").digest()
+    assert card.digest() != card.replace(driver_version="580").digest()

@@ -1,0 +1,187 @@
+"""The fallback chain in compiled code: one link of one node at a time, and a launch that fails on a live call."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from fault_injection import TILES, Faulty, installed, launching, raising, refuse
+from subprocess_results import run_in_subprocess
+from torch import Tensor
+
+import tcport
+from tcport import history, quarantine
+from tcport._inductor import failed_kernel
+from tcport.emission import Emitted
+from tcport.errors import KernelBuildError, KernelLaunchError
+from tcport.kernels import reference
+
+PAGE, WIDTH = 4, 4
+
+
+@pytest.fixture(autouse=True)
+def _no_failure_remembered() -> Iterator[None]:
+    quarantine.clear()
+    yield
+    quarantine.clear()
+    for name in ("first", "second", "third"):
+        refuse(name, None)
+
+
+def serve(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, table: Tensor, lens: Tensor) -> Tensor:
+    last = lens - 1
+    page = table.gather(1, (last // PAGE)[:, None].long()).squeeze(1)
+    tcport.kv_write(k, v, kc, vc, page * PAGE + last % PAGE)
+    return tcport.paged_attention(q, kc, vc, table, lens)
+
+
+def counting(steps: Tensor, *args: Tensor) -> Tensor:
+    steps.add_(1)
+    return serve(*args) + steps
+
+
+def reading(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, table: Tensor, lens: Tensor) -> Tensor:
+    """Looks at the cache before it writes to it: a second run would look at something else."""
+    before = tcport.paged_attention(q, kc, vc, table, lens)
+    return before + serve(q, k, v, kc, vc, table, lens)
+
+
+def state(size: int = 2) -> list[Tensor]:
+    caches = (torch.randn(size * WIDTH, PAGE, 2, 16) for _ in range(2))
+    table = torch.randperm(size * WIDTH).reshape(size, WIDTH).int()
+    return [*caches, table, torch.randint(1, PAGE * WIDTH + 1, (size,))]
+
+
+def new_tokens(size: int = 2) -> list[Tensor]:
+    return [torch.randn(size, heads, 16) for heads in (4, 2, 2)]
+
+
+def expected(args: list[Tensor]) -> Tensor:
+    """What ``serve`` returns, from the reference on copies."""
+    q, k, v, kc, vc, table, lens = (a.clone() for a in args)
+    slots = table.long().gather(1, ((lens - 1) // PAGE)[:, None]).squeeze(1) * PAGE + (lens - 1) % PAGE
+    reference.kv_write(k, v, kc, vc, slots)
+    return reference.paged_attention(q, kc, vc, table, lens)[0].float()
+
+
+def two_layers(
+    q: Tensor, kc: Tensor, vc: Tensor, wide_q: Tensor, wide_kc: Tensor, wide_vc: Tensor, table: Tensor, lens: Tensor
+) -> tuple[Tensor, Tensor]:
+    narrow = tcport.paged_attention(q, kc, vc, table, lens)
+    return narrow, tcport.paged_attention(wide_q, wide_kc, wide_vc, table, lens)
+
+
+def test_a_build_failure_costs_one_node_one_tile() -> None:
+    """Layers of head dims 16 and 32; the first tile cannot be built for 32, of which there are others left."""
+    kc, vc, table, lens = state()
+    wide = [torch.randn(2, 4, 32), *(torch.randn(*kc.shape[:3], 32) for _ in range(2))]
+    args = [new_tokens()[0], kc, vc, *wide, table, lens]
+    broken = Faulty(raising(KernelBuildError("ptxas fatal: injected.", "None."), TILES[:1]), "broken_at_32")
+    sound = Faulty(lambda tile: None, "sound")
+    lower = broken.lower
+    broken.lower = lambda spec, profile: lower(spec, profile) if spec.head_dim_qk == 32 else sound.lower(spec, profile)  # type: ignore[method-assign]
+    with installed(broken):
+        report = tcport.explain(two_layers, *args)
+        for out, problem in zip(torch.compile(two_layers, backend="tcport")(*args), (args[:3], args[3:6]), strict=True):
+            want, _ = reference.paged_attention(*problem, table, lens)
+            torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+    assert [(n.kernel, n.tile) for n in report.nodes] == [
+        ("sound", "64x64 w4 st3"),
+        ("broken_at_32", "32x32 w4 st2"),
+    ]
+    assert [(f.cause, f.to) for f in report.graphs[0].fallbacks] == [("build", "broken_at_32 [tuned] 32x32 w4 st2")]
+    assert "build: KernelBuildError: ptxas fatal: injected." in str(report)
+    assert broken.calls.count(TILES[0]) == 1  # the second compile did not try it again
+
+
+def test_strict_makes_a_step_an_error() -> None:
+    options = {"strict": True}
+    with (
+        installed(Faulty(raising(KernelBuildError("ptxas fatal.", "None.")))),
+        pytest.raises(KernelBuildError, match="faulty .* ptxas fatal.*Drop the option 'strict'"),
+    ):
+        torch.compile(serve, backend="tcport", options=options)(*new_tokens(), *state())
+
+
+def test_500_steps_while_launches_fail_at_random() -> None:
+    """Three kernels break one after the other on live calls; every step is answered as if none had."""
+    dice = random.Random(1)
+    breaks = dict(zip(dice.sample(range(500), 3), ("first", "second", "third"), strict=True))
+    reruns = tcport.counters().get("calls run again", 0)
+    held = state()
+    compiled = torch.compile(serve, backend="tcport", fullgraph=True)
+    with installed(launching("first"), 3), installed(launching("second"), 2), installed(launching("third"), 1):
+        for step in range(500):
+            if step in breaks:
+                refuse(breaks[step], RuntimeError("Triton Error [CUDA]: invalid argument"))
+            held[3] = torch.randint(1, PAGE * WIDTH + 1, (2,))
+            args = [*new_tokens(), *held]
+            want = expected(args)
+            torch.testing.assert_close(compiled(*args), want, rtol=1e-5, atol=1e-5)
+    assert tcport.counters()["calls run again"] - reruns <= 3
+    assert {f.kernel for f in history.fallbacks()[-3:]} == {f"{name} [tuned]" for name in breaks.values()}
+    assert {f.cause for f in history.fallbacks()[-3:]} == {"launch"}
+
+
+@pytest.mark.parametrize(
+    ("model", "extra", "said"),
+    [(counting, 1, r"input \w+ \[\]"), (reading, 0, r"input \w+ \[8, 4, 2, 16\]")],
+)
+def test_a_call_that_cannot_be_repeated_fails_and_the_next_one_works(model, extra: int, said: str) -> None:
+    compiled = torch.compile(model, backend="tcport", fullgraph=True)
+    args = [*[torch.zeros(())] * extra, *new_tokens(), *state()]
+    with installed(launching("first")):
+        compiled(*args)
+        refuse("first", RuntimeError("Triton Error [CUDA]: invalid argument"))
+        with pytest.raises(KernelLaunchError, match=f"could not be launched .* may have changed .*{said}"):
+            compiled(*args)
+        want = expected(args[extra:])
+        before = reference.paged_attention(args[extra], *args[extra + 3 :])[0]
+        out = compiled(*args)
+        torch.testing.assert_close(out, want + (args[0] if extra else before), rtol=1e-5, atol=1e-5)
+
+
+def test_a_lost_device_ends_compiled_code_too() -> None:
+    args = [*new_tokens(), *state()]
+    with installed(launching("first")):
+        compiled = torch.compile(serve, backend="tcport", fullgraph=True)
+        compiled(*args)
+        refuse("first", RuntimeError("CUDA error: an illegal memory access was encountered"))
+        with pytest.raises(KernelLaunchError, match="must be restarted"):
+            compiled(*args)
+
+
+def test_a_generated_kernel_belongs_to_the_node_with_its_constants() -> None:
+    node = Emitted("node", None, None)  # type: ignore[arg-type]
+    node.launches = [("attend", {"BLOCK_N": 64, "num_warps": 4, "GROUP": 3}), ("combine", {"BLOCK_S": 16})]
+    source = "configs=[{'num_warps': 4}], triton_meta={'constants': {'BLOCK_N': %d}}"
+    assert node.made("attend", source % 64)
+    assert node.made("attend_1", source % 64)
+    assert not node.made("attend", source % 32)
+    assert not node.made("attend_late", source % 64)
+    assert node.made("combine", source % 32)
+
+
+def test_the_kernel_behind_a_wrapped_error_is_found() -> None:
+    inner = RuntimeError("An exception occurred in a subprocess")
+    inner.tcport_kernel = ("attend", "source")  # type: ignore[attr-defined]
+    wrapped = ValueError("wrapped")
+    wrapped.__cause__ = inner
+    assert failed_kernel(wrapped) == ("attend", "source")
+    assert failed_kernel(ValueError("no kernel")) is None
+
+
+def test_without_a_working_compiler_the_service_runs_and_says_so() -> None:
+    empty = os.path.dirname(__file__)  # holds no program
+    outcome = run_in_subprocess("toolchain_checks", PATH=empty)
+    assert outcome == dict.fromkeys(outcome, "")
+    assert set(outcome) == {
+        "no C++ compiler",
+        "no C compiler for a launcher",
+        "no assembler",
+        "no cache folder",
+        "refused",
+    }

@@ -1,0 +1,151 @@
+"""One run of Inductor over one graph, with tcport's passes and lowerings in it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+
+from tcport import _inductor, passes, quarantine  # noqa: F401  (passes registers tcport's own)
+from tcport.chain import step_down, survivors
+from tcport.describe import node_report
+from tcport.device import device_profile
+from tcport.emission import Emitted
+from tcport.fingerprint import fingerprint
+from tcport.graph_pass import STAGES, PassContext, Stage
+from tcport.lowering.operators import OPERATORS, Operator, call_of_node, choose, device_of
+from tcport.lowering.registry import rows
+from tcport.lowering.spec import dim
+from tcport.options import Options
+from tcport.pass_manager import active_passes, run_passes
+from tcport.repeatable import unrepeatable
+from tcport.report import CacheClone, Cause, GraphReport
+
+
+@dataclasses.dataclass
+class Attempt:
+    """A run of Inductor, and what is known of the kernels in it.
+
+    Attributes:
+        use_cache: whether Inductor may answer from its cache, and nothing be known.
+        emitted: the nodes that were lowered.
+        broken_off: the node whose candidate raised while it was lowered, and what it raised.
+        unrepeatable: what keeps a graph that was broken off from being run again; None: nothing does.
+    """
+
+    options: Options
+    report: GraphReport
+    use_cache: bool = True
+    emitted: list[Emitted] = dataclasses.field(default_factory=list)
+    broken_off: tuple[Emitted, Exception] | None = None
+    unrepeatable: str | None = "a graph that came from the cache"
+    _cache_sizes: set[Any] = dataclasses.field(default_factory=set)
+
+    def compile(self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        report = self.report
+        report.passes = [p for p in report.passes if p.stage == "dynamo"]  # those ran once, before this attempt
+        report.nodes, report.clones, report.from_cache = [], [], True
+        patches = {**_inductor.mode_patches(self.options.mode), **dict(self.options.inductor)}
+        for name in _inductor.anonymous_user_passes(patches):
+            report.note(f"Inductor's cache is off: the custom pass {name} has no uuid().")
+        if not self.use_cache:
+            patches["force_disable_caches"] = True
+        return _inductor.compile_graph(
+            gm,
+            example_inputs,
+            patches=patches,
+            pipelines={
+                "post_grad_custom_pre_pass": self._run_functional,
+                "post_grad_custom_post_pass": lambda graph: self._run_passes(graph, "inplace"),
+            },
+            identity=self._identity(example_inputs),
+            emitters=self._emitters(),
+            audit=self._audit,
+        )
+
+    @property
+    def may_fail_at_launch(self) -> bool:
+        """Whether the compiled graph holds a kernel that has links behind it."""
+        return self.report.from_cache or any(e.candidate.tier != "torch" for e in self.emitted)
+
+    def blamed(self, error: BaseException) -> list[Emitted]:
+        """The nodes whose kernel is behind a failure: known exactly where the failure names a kernel, else all."""
+        own = [e for e in self.emitted if e.candidate.tier != "torch"]
+        kernel = _inductor.failed_kernel(error)
+        return own if kernel is None else [e for e in own if e.made(*kernel)]
+
+    def step_down(self, failed: Sequence[Emitted], error: BaseException, cause: Cause) -> None:
+        """Take kernels that failed out of their chains; layers that share a kernel share the step."""
+        distinct = {quarantine.key(e.choice, e.candidate): e for e in reversed(failed)}
+        for e in reversed(distinct.values()):
+            reason = step_down(e.choice, e.candidate, error, cause, node=e.node, strict=self.options.strict)
+            self.report.fallbacks.append(reason)
+
+    def _run_functional(self, graph: torch.fx.Graph) -> None:
+        self.unrepeatable = unrepeatable(graph)
+        self._run_passes(graph, "functional")
+
+    def _run_passes(self, graph: torch.fx.Graph, stage: Stage) -> None:
+        run_stage(graph, stage, self.options, self.report)
+        self.report.from_cache = False
+
+    def _identity(self, example_inputs: Sequence[Any]) -> str:
+        devices = {value.device for value in example_inputs if isinstance(value, torch.Tensor)}
+        profiles = sorted(device_profile(device).digest() for device in devices)
+        own_passes = [p.identity() for stage in STAGES for p in active_passes(self.options, stage)]
+        lowerings = [row.identity() for operator in OPERATORS for row in rows(operator.name)]
+        own_options = dataclasses.replace(self.options, inductor=())
+        return fingerprint([own_options, profiles, own_passes, lowerings, quarantine.keys()])
+
+    def _emitters(self) -> dict[Any, Callable[[torch.fx.Node], _inductor.Emission]]:
+        if self.options.debug:
+            self.report.note("debug: operators are called, checked and poisoned, instead of being lowered")
+            return {}
+        return {op.overload: lambda node, op=op: self._emit(op, node) for op in OPERATORS}
+
+    def _emit(self, operator: Operator, node: torch.fx.Node) -> _inductor.Emission:
+        call = call_of_node(operator, node)
+        choice = node.meta.get("tcport")
+        if choice is None:
+            choice = choose(operator, call, device_profile(device_of(call)), self.options.kernel)
+        emitted = Emitted(node.name, choice, survivors(choice)[0])
+        self.emitted.append(emitted)
+        self.report.nodes.append(node_report(node, choice))
+        self._cache_sizes |= {dim(cache.numel()) for cache in operator.caches(call)}
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return emitted.run(*args, **kwargs)
+            except Exception as error:
+                self.broken_off = (emitted, error)
+                raise
+
+        return _inductor.Emission(run, exact_strides=emitted.candidate.tier != "torch")
+
+    def _audit(self, audit: _inductor.Audit) -> None:
+        self.report.source = audit.source
+        for buffer in audit.buffers:
+            copied = any(_is_copy(node) for node in buffer.origins)
+            if copied and buffer.numel in self._cache_sizes:
+                origin = ", ".join(str(node.target) for node in buffer.origins)
+                self.report.clones.append(CacheClone(buffer.name, buffer.bytes, origin))
+
+
+def run_stage(graph: torch.fx.Graph, stage: Stage, options: Options, report: GraphReport) -> None:
+    """Run the passes of one stage on a graph, and add their reports.
+
+    Raises:
+        OptionError, PassOrderError, PassError: see :func:`tcport.pass_manager.run_passes`.
+    """
+    context = PassContext(options, device_profile)
+    report.passes += run_passes(graph, active_passes(options, stage), context, spent=len(report.passes))
+
+
+def _is_copy(node: torch.fx.Node) -> bool:
+    """Whether a graph node makes a buffer by copying one, rather than by gathering or computing."""
+    aten = torch.ops.aten
+    gathers = (aten.index.Tensor, aten.index_select.default, aten.gather.default, aten.embedding.default)
+    return node.target not in gathers

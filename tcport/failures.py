@@ -1,0 +1,136 @@
+"""What an exception says about the kernel that raised it: why it failed, and whether another may do better.
+
+Compilers, assemblers and drivers raise no common class, and Inductor rewrites what they raise in its worker processes
+into text. An exception is therefore known by its class, by where it was raised, and last by its words.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Iterator
+
+import torch
+
+from tcport.errors import (
+    BundleError,
+    KernelBuildError,
+    KernelLaunchError,
+    OutOfResourcesError,
+    SelfTestError,
+    TcportError,
+)
+from tcport.report import Cause
+
+_STICKY = re.compile(
+    r"illegal memory access|illegal instruction|illegal address|misaligned address|invalid address space"
+    r"|device-side assert|unspecified launch failure|launch timed out|hardware stack error|uncorrectable ECC"
+    r"|memory access fault|device[ _]lost|IllegalAddress",
+    re.IGNORECASE,
+)
+_TOOLCHAIN = re.compile(
+    r"failed to find c compiler|cannot find (ptxas|cuobjdump|nvdisasm)|no working c\+\+ compiler|InvalidCxxCompiler"
+    r"|Python\.h: No such file|ptxas'?: No such file|Permission denied: '[^']*ptxas|triton/runtime/(build|cache)\.py",
+    re.IGNORECASE,
+)
+_RESOURCES = re.compile(r"out of resource|OutOfResources|too many resources|OUT_OF_RESOURCES", re.IGNORECASE)
+_LAUNCH = re.compile(
+    r"Triton Error \[|CUDA error|HIP error|Level.?Zero error|cuLaunchKernel|hipModuleLaunch", re.IGNORECASE
+)
+_BUILD = re.compile(
+    r"No valid triton configs|CompilationError|PTXAS error|PassManager::run failed|ptxas fatal"
+    r"|subprocess exited unexpectedly"
+)
+_COMPILERS = ("triton.compiler", "triton.backends", "triton.runtime.errors")
+_TOOLS = ("triton.runtime.build", "triton.runtime.cache")
+
+
+def cause_of(error: BaseException) -> Cause | None:
+    """Why the kernel that raised ``error`` cannot be had here; None when the error says nothing about the kernel.
+
+    None covers errors in the call itself, memory that ran out, and plain bugs: another kernel would meet them too, or
+    would hide them.
+    """
+    chain = list(_causes(error))
+    if any(isinstance(e, (torch.OutOfMemoryError, MemoryError)) for e in chain):
+        return None
+    own = next((e for e in chain if isinstance(e, TcportError)), None)
+    if own is not None:
+        return _cause_of_own(own)
+    text = "\n".join(f"{type(e).__name__}: {e}" for e in chain)
+    if _TOOLCHAIN.search(text) or any(_raised_in(e, _TOOLS) for e in chain):
+        return "toolchain"
+    if any(isinstance(e, OSError) and _raised_in(e, (*_COMPILERS, "torch._inductor.cpp_builder")) for e in chain):
+        return "toolchain"
+    if _RESOURCES.search(text):
+        return "resources"
+    if _LAUNCH.search(text):
+        return "launch"
+    if _BUILD.search(text) or any(_raised_in(e, _COMPILERS) for e in chain):
+        return "build"
+    return "unavailable" if any(isinstance(e, ImportError) for e in chain) else None
+
+
+def raise_if_sticky(error: BaseException, kernel: str) -> None:
+    """Raise where the device context is lost: every later call fails too, so stepping down would only hide it.
+
+    Raises:
+        KernelLaunchError: the device reported an illegal access or the like.
+    """
+    text = "\n".join(str(e) for e in _causes(error))
+    if _STICKY.search(text):
+        raise KernelLaunchError(
+            f"The device faulted in {kernel}, or in work started before it: {first_line(error)}.",
+            "The process has lost its device context and must be restarted; check block tables and lengths first.",
+        ) from error
+
+
+def first_line(error: BaseException) -> str:
+    """What an exception says in one line: the compiler's own words where Inductor wrapped them."""
+    inner = getattr(error, "inner_exception", None) or error
+    lines = [line.strip() for line in str(inner).splitlines() if line.strip()]
+    if lines and lines[0].startswith("An exception occurred in a subprocess"):
+        lines = lines[-1:]
+    return lines[0][:500] if lines else type(inner).__name__
+
+
+def details(error: BaseException) -> str:
+    """The exception with its traceback, as text: an exception object would keep the tensors of its frames alive."""
+    return "".join(traceback.format_exception(type(error), error, error.__traceback__))[-20_000:]
+
+
+def class_name(error: BaseException) -> str:
+    """The class of an exception, or of the one that Inductor wrapped."""
+    return type(getattr(error, "inner_exception", None) or error).__name__
+
+
+def own_error(error: BaseException) -> TcportError | None:
+    """The error of tcport's own that an exception is, or wraps."""
+    return next((e for e in _causes(error) if isinstance(e, TcportError)), None)
+
+
+def _cause_of_own(error: TcportError) -> Cause | None:
+    kinds: tuple[tuple[type[TcportError], Cause], ...] = (
+        (OutOfResourcesError, "resources"),
+        (SelfTestError, "wrong numbers"),
+        (BundleError, "unavailable"),
+        (KernelBuildError, "build"),
+        (KernelLaunchError, "launch"),
+    )
+    return next((cause for kind, cause in kinds if isinstance(error, kind)), None)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception and everything it wraps."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
+
+
+def _raised_in(error: BaseException, modules: tuple[str, ...]) -> bool:
+    """Whether an exception was raised within modules of these names, or is of a class of theirs."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    names = [type(error).__module__, *(frame.f_globals.get("__name__", "") for frame in frames)]
+    return any(name.startswith(modules) for name in names)
