@@ -158,7 +158,7 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
             Where an LSE is -inf, the result is the other part, whatever the ``out`` beside it holds.
 
     Returns:
-        ``out [T, H, D]`` in the dtype of ``out_a`` and ``lse [T, H]`` fp32 (fp64 for fp64 input).
+        ``out [T, H, D]`` in the dtype of ``out_a`` and ``lse [T, H]`` fp32 (fp64 for fp64 input), both contiguous.
 
     Source: log-sum-exp of a split softmax (FlashAttention, arXiv:2205.14135, section 3.1).
     """
@@ -168,7 +168,7 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     for part, part_lse in ((out_a, lse_a), (out_b, lse_b)):
         weight = torch.exp(part_lse - lse).to(dtype)[..., None]
         out = out + torch.where(torch.isneginf(part_lse)[..., None], 0.0, part.to(dtype) * weight)
-    return out.to(out_a.dtype), lse
+    return out.to(out_a.dtype).contiguous(), lse.contiguous()
 
 
 def _gather(cache: Tensor, scale: Tensor | None, table_row: Tensor, live: Tensor, dtype: torch.dtype) -> Tensor:
