@@ -336,8 +336,10 @@ def _hint(size: int | torch.SymInt) -> int | None:
 
 
 def _storage_offset(value: Any) -> Any:
-    _, layout = ir.as_storage_and_layout(value)
-    return layout.offset
+    # From the trace: the layout of a graph input says 0 wherever the caller's tensor lies in its storage, and a view of
+    # such an input would be read, and written back, in another tensor's place.
+    offset = V.graph.current_node.meta["val"]
+    return offset.node.expr if isinstance(offset, torch.SymInt) else sympy.Integer(offset)
 
 
 def _allocated(graph: GraphLowering) -> Iterator[Buffer]:
