@@ -36,6 +36,7 @@ LAYERS = {
     "tcport.tiling": 1,
     "tcport.report": 1,
     "tcport.fingerprint": 1,
+    "tcport.cache_folders": 1,
     "tcport.counting": 1,
     "tcport.logs": 1,
     "tcport.adapter": 2,

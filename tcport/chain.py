@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 from tcport import history, quarantine
+from tcport.cache_folders import settle_cache_folders
 from tcport.counting import count
 from tcport.device import DeviceProfile, device_profile
 from tcport.errors import KernelBuildError, KernelLaunchError, OutOfResourcesError
@@ -114,6 +115,7 @@ def _error(cause: Cause) -> type[KernelBuildError] | type[KernelLaunchError]:
 
 @functools.lru_cache(maxsize=4096)
 def _choice(operator: Operator, spec: Any, profile: DeviceProfile, kernel: str | None, generation: int) -> NodeChoice:
+    settle_cache_folders()
     return NodeChoice(operator, spec, select(operator.name, spec, profile, kernel=kernel), profile)
 
 

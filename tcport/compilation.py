@@ -10,6 +10,7 @@ import torch.fx
 from tcport import _inductor
 from tcport.attempt import Attempt
 from tcport.attention_only import attention_only
+from tcport.cache_folders import settle_cache_folders
 from tcport.counting import count
 from tcport.errors import KernelBuildError
 from tcport.failures import cause_of, class_name, details, first_line, own_error, raise_if_sticky
@@ -31,6 +32,8 @@ def compile_graph(
     Raises:
         KernelBuildError, OutOfResourcesError, KernelLaunchError: see :func:`tcport.chain.step_down`.
     """
+    for moved in settle_cache_folders():
+        report.note(moved)
     compiled, attempt = _compile(gm, example_inputs, options, report, use_cache=True)
     if not attempt.may_fail_at_launch:
         return compiled

@@ -1,0 +1,66 @@
+"""Where compilers keep what they have compiled: another folder where the usual one cannot be written.
+
+Triton and Inductor raise from deep within a compile when their folder cannot be made (a home below a file, a read-only
+root, another user's folder). Found before the first compile, it costs a warm start and nothing else.
+"""
+
+from __future__ import annotations
+
+import functools
+import getpass
+import os
+import tempfile
+from pathlib import Path
+
+from tcport.logs import logger
+
+
+def settle_cache_folders() -> tuple[str, ...]:
+    """Point each compile cache that cannot be written at a folder that can, for this process and its children.
+
+    Returns:
+        One sentence for each that moved; logged once. Asked again, it looks again only if the environment has changed.
+    """
+    return _settle(
+        tuple(os.environ.get(name) for name in (*_FOLDERS, "HOME", "TRITON_HOME", "XDG_CACHE_HOME", "TMPDIR"))
+    )
+
+
+@functools.lru_cache(maxsize=8)
+def _settle(environment: tuple[str | None, ...]) -> tuple[str, ...]:
+    moved = []
+    for variable, usual in _FOLDERS.items():
+        folder = Path(os.environ.get(variable) or usual())
+        trouble = _trouble(folder)
+        if trouble is None:
+            continue
+        other = Path(tempfile.mkdtemp(prefix=f"{variable.lower()}-"))
+        os.environ[variable] = str(other)
+        moved.append(f"{folder} cannot be written ({trouble}): {variable} is {other} for this process.")
+        logger("chain").warning("%s", moved[-1])
+    return tuple(moved)
+
+
+def _trouble(folder: Path) -> str | None:
+    """Why nothing can be written below a folder, which is made if it is not there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def _triton() -> Path:
+    return Path(os.environ.get("TRITON_HOME") or Path.home(), ".triton", "cache")
+
+
+def _inductor() -> Path:
+    return Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+
+
+def _own() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "tcport")
+
+
+_FOLDERS = {"TRITON_CACHE_DIR": _triton, "TORCHINDUCTOR_CACHE_DIR": _inductor, "TCPORT_CACHE_DIR": _own}
