@@ -36,6 +36,7 @@ class Candidate:
         run: ``run(call, launch)`` allocates the outputs and launches; it can be run on tensors or traced.
         config: its tile, None where the kernel has no tiles.
         why: one line on why this tile was chosen.
+        options: compile options of the vendor's own that ``run`` launches with.
         source: identity of the code behind it; the registry fills it in.
     """
 
@@ -44,6 +45,7 @@ class Candidate:
     run: Callable[..., Any]
     config: TileConfig | None = None
     why: str = ""
+    options: tuple[tuple[str, Any], ...] = ()
     source: str = dataclasses.field(default="", repr=False)
 
     @property
@@ -52,7 +54,9 @@ class Candidate:
         return self.tier in ("tuned", "generic")
 
     def __str__(self) -> str:
-        return f"{self.kernel} [{self.tier}]" + (f" {self.config}" if self.config else "")
+        return f"{self.kernel} [{self.tier}]" + "".join(
+            [f" {self.config}" if self.config else "", *(f" {name}={value}" for name, value in self.options)]
+        )
 
 
 @dataclasses.dataclass(frozen=True)

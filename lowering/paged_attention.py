@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +12,9 @@ from tcport.errors import NoTileError
 from tcport.ir import AttentionSpec, TileConfig
 from tcport.kernels.call import AttentionCall, Launcher
 from tcport.lowering.candidate import Candidate, Tier, Verdict
-from tcport.lowering.registry import Answer, register_lowering
+from tcport.lowering.launch_options import with_options
+from tcport.lowering.registry import Answer, LowerFn, register_lowering
+from tcport.lowering.targets import ANY_GPU, TARGETS, Options, Target, refusal
 from tcport.tiling import rank_tiles
 
 _TUNED_TILES = 3
@@ -22,45 +23,68 @@ _TUNED_TILES = 3
 Kernel = Callable[[AttentionCall, TileConfig, Launcher], tuple[Tensor, Tensor]]
 
 
-@register_lowering("paged_attention", name="triton_decode")
-def triton_decode(spec: AttentionSpec, profile: DeviceProfile) -> Answer:
-    """Split-KV decode: few query tokens per sequence, KV read once per group of query heads."""
-    if spec.form != "decode":
-        return Verdict.no("several query tokens per sequence: the prefill kernel takes them")
-    return _triton("triton_decode", spec, profile)
-
-
-@register_lowering("paged_attention", name="triton_prefill")
-def triton_prefill(spec: AttentionSpec, profile: DeviceProfile) -> Answer:
-    """Any mix of query lengths, packed by ``cu_seqlens_q``."""
-    if spec.form == "decode":
-        return Verdict.no("one query token per sequence: the decode kernel takes it")
-    return _triton("triton_prefill", spec, profile)
-
-
 @register_lowering("paged_attention", name="torch_attention")
 def torch_attention(spec: AttentionSpec, profile: DeviceProfile) -> Answer:
     """Plain PyTorch operations, compiled by Inductor where the graph is compiled."""
     return Candidate("torch_attention", "torch", _run_torch)
 
 
-def _triton(name: str, spec: AttentionSpec, profile: DeviceProfile) -> Answer:
-    """The best ranked tiles of a Triton kernel, and behind them the smallest legal one as the generic link."""
-    if profile.vendor == "cpu":
-        return Verdict.no("Triton has no CPU target")
-    if "float64" in (spec.query_dtype, spec.kv_dtype):
-        return Verdict.no("the Triton kernels accumulate in fp32")
+def _register(name: str, takes: Callable[[AttentionSpec], Verdict]) -> None:
+    """Rows of a Triton kernel: one for each family of GPUs, and one for devices of no known vendor."""
+    for target in (*TARGETS, ANY_GPU):
+        register_lowering("paged_attention", name=name, vendor=target.vendor, arch=target.arch, flags=target.flags)(
+            _row(name, takes, target)
+        )
+
+
+def _row(name: str, takes: Callable[[AttentionSpec], Verdict], target: Target) -> LowerFn:
+    """The best ranked tiles of the kernel, and behind them the smallest legal one as the generic link."""
+
+    def lower(spec: AttentionSpec, profile: DeviceProfile) -> Answer:
+        if profile.vendor == "cpu":
+            return Verdict.no("Triton has no CPU target")
+        if not (verdict := takes(spec)).ok:
+            return verdict
+        if "float64" in (spec.query_dtype, spec.kv_dtype):
+            return Verdict.no("the Triton kernels accumulate in fp32")
+        try:
+            ranking = rank_tiles(spec, profile)
+        except NoTileError as error:
+            return Verdict.no(error.cause)
+        legal = [tile for tile in ranking.configs if refusal(target, tile) is None]
+        if not legal:
+            return Verdict.no(refusal(target, ranking.configs[0]) or "no tile is left")
+        best = legal[:_TUNED_TILES]
+        smallest = min(legal, key=lambda tile: (tile.block_m * tile.block_n, tile.num_stages, tile.num_warps))
+        tiles: list[tuple[Tier, TileConfig]] = [("tuned", tile) for tile in best]
+        if smallest not in best:
+            tiles.append(("generic", smallest))
+        return [_candidate(name, tier, tile, target.options(spec, tile)) for tier, tile in tiles]
+
+    return lower
+
+
+def _candidate(name: str, tier: Tier, tile: TileConfig, options: Options) -> Candidate:
     kernel = _load(name)
-    try:
-        ranking = rank_tiles(spec, profile)
-    except NoTileError as error:
-        return Verdict.no(error.cause)
-    best = ranking.configs[:_TUNED_TILES]
-    smallest = min(ranking.configs, key=lambda c: (c.block_m * c.block_n, c.num_stages, c.num_warps))
-    tiles: list[tuple[Tier, TileConfig]] = [("tuned", tile) for tile in best]
-    if smallest not in best:
-        tiles.append(("generic", smallest))
-    return [Candidate(name, tier, _bind(kernel, tile), tile) for tier, tile in tiles]
+
+    def run(call: AttentionCall, launch: Launcher) -> tuple[Tensor, Tensor]:
+        return kernel(call, tile, with_options(launch, options))
+
+    return Candidate(name, tier, run, tile, options=tuple(options.items()))
+
+
+def _takes_decode(spec: AttentionSpec) -> Verdict:
+    """Split-KV decode: one query token per sequence, KV read once per group of query heads."""
+    if spec.form != "decode":
+        return Verdict.no("several query tokens per sequence: the prefill kernel takes them")
+    return Verdict(True)
+
+
+def _takes_varlen(spec: AttentionSpec) -> Verdict:
+    """Any mix of query lengths, packed by ``cu_seqlens_q``."""
+    if spec.form == "decode":
+        return Verdict.no("one query token per sequence: the decode kernel takes it")
+    return Verdict(True)
 
 
 def _run_torch(call: AttentionCall, launch: Launcher) -> tuple[Tensor, Tensor]:
@@ -69,10 +93,6 @@ def _run_torch(call: AttentionCall, launch: Launcher) -> tuple[Tensor, Tensor]:
     # Traced, it becomes one fused loop; run operation by operation, it has to bound what it materialises.
     traced = launch is torch.library.wrap_triton
     return (decomposition if traced else blocked).paged_attention(call)
-
-
-def _bind(kernel: Kernel, tile: TileConfig) -> Callable[[AttentionCall, Launcher], Any]:
-    return lambda call, launch: kernel(call, tile, launch)
 
 
 def _load(name: str) -> Kernel:
@@ -84,3 +104,7 @@ def _load(name: str) -> Kernel:
     from tcport.kernels.triton_prefill import paged_prefill
 
     return paged_prefill
+
+
+_register("triton_decode", _takes_decode)
+_register("triton_prefill", _takes_varlen)

@@ -41,6 +41,14 @@ class Row:
             return Verdict.no(f"the device lacks {', '.join(missing)}")
         return Verdict(True)
 
+    def place(self) -> tuple[Any, ...]:
+        """What another row must share to replace this one."""
+        return (self.op, self.name, self.vendor, self.arch, self.flags)
+
+    def specific(self) -> tuple[bool, bool, int]:
+        """Among rows of one kernel that fit a device, the largest answers."""
+        return (self.arch is not None, self.vendor is not None, len(self.flags))
+
     def identity(self) -> str:
         """What the cache key knows of the row."""
         return _identity(self)
@@ -67,6 +75,9 @@ def register_lowering(
 ) -> Callable[[LowerFn], LowerFn]:
     """Register a lowering of an operator.
 
+    A kernel may have several rows, for different devices; the most specific one that fits a device answers. A row for
+    the same kernel and the same devices replaces the earlier one.
+
     Args:
         op: the operator's name within its namespace, such as ``"paged_attention"``.
         name: how options and reports call the kernel; default: the function's name.
@@ -83,14 +94,14 @@ def register_lowering(
         global _generation
         _generation += 1
         row = Row(op, name or lower.__name__, lower, vendor, arch, flags, priority)
-        _ROWS[:] = [r for r in _ROWS if (r.op, r.name) != (row.op, row.name)] + [row]
+        _ROWS[:] = [r for r in _ROWS if r.place() != row.place()] + [row]
         return lower
 
     return register
 
 
 def unregister_lowering(op: str, name: str) -> None:
-    """Forget a registered lowering; unknown names are ignored."""
+    """Forget every row of a kernel; unknown names are ignored."""
     global _generation
     _generation += 1
     _ROWS[:] = [row for row in _ROWS if (row.op, row.name) != (op, name)]
@@ -129,14 +140,13 @@ def select(op: str, spec: Any, profile: DeviceProfile, *, kernel: str | None = N
 
     candidates: list[tuple[int, int, Candidate]] = []
     rejections: list[Rejection] = []
-    for row in rows(op):
-        if kernel is not None and row.name != kernel:
-            rejections.append(Rejection(row.name, f"options ask for the kernel {kernel}"))
+    for name, group in _by_kernel(rows(op)).items():
+        if kernel is not None and name != kernel:
+            rejections.append(Rejection(name, f"options ask for the kernel {kernel}"))
             continue
-        verdict = row.fits(profile)
-        answer: Answer = row.lower(spec, profile) if verdict.ok else verdict
+        row, answer = _answer(group, spec, profile)
         if isinstance(answer, Verdict):
-            rejections.append(Rejection(row.name, answer.reason))
+            rejections.append(Rejection(name, answer.reason))
             continue
         answers = (answer,) if isinstance(answer, Candidate) else tuple(answer)
         stamped = [dataclasses.replace(c, source=row.identity()) for c in answers]
@@ -148,3 +158,21 @@ def select(op: str, spec: Any, profile: DeviceProfile, *, kernel: str | None = N
             f"No kernel takes this {op} node: {reasons}.", "Drop the option 'kernel', or change what it refuses."
         )
     return Selection(tuple(c for _, _, c in candidates), tuple(rejections))
+
+
+def _by_kernel(registered: Iterable[Row]) -> dict[str, list[Row]]:
+    groups: dict[str, list[Row]] = {}
+    for row in registered:
+        groups.setdefault(row.name, []).append(row)
+    return groups
+
+
+def _answer(group: list[Row], spec: Any, profile: DeviceProfile) -> tuple[Row, Answer]:
+    """The answer of the most specific row of a kernel that fits the device, or why none does."""
+    verdicts = {row: row.fits(profile) for row in group}
+    fitting = [row for row in group if verdicts[row].ok]
+    if not fitting:
+        near = [row for row in group if row.vendor in (None, profile.vendor)] or group
+        return near[0], Verdict.no("; ".join(dict.fromkeys(verdicts[row].reason for row in near)))
+    row = max(fitting, key=Row.specific)
+    return row, row.lower(spec, profile)

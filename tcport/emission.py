@@ -46,7 +46,19 @@ class Emitted:
     def _launcher(self) -> Callable[[Any], Any]:
         if not self.candidate.needs_compiler:
             return torch.library.wrap_triton
-        return lambda kernel: _NotedKernel(kernel, self.launches)
+        return _NotingLauncher(self.launches)
+
+
+class _NotingLauncher:
+    """``wrap_triton`` that writes down what is launched."""
+
+    traced = True
+
+    def __init__(self, launches: list[tuple[str, dict[str, int]]]) -> None:
+        self._launches = launches
+
+    def __call__(self, kernel: Any) -> _NotedKernel:
+        return _NotedKernel(kernel, self._launches)
 
 
 class _NotedKernel:
@@ -61,7 +73,8 @@ class _NotedKernel:
 
         def launch(*args: Any, **kwargs: Any) -> Any:
             constants = {name: value for name, value in kwargs.items() if type(value) is int}
-            self._launches.append((self._kernel.__name__, constants))
+            function = getattr(self._kernel, "fn", self._kernel)
+            self._launches.append((function.__name__, constants))
             return wrapped(*args, **kwargs)
 
         return launch
