@@ -1,7 +1,7 @@
 """Families of GPUs and what Triton is told for each beyond the tile: the rows behind every Triton kernel.
 
-A device takes the most specific row that fits it, by vendor first. The options are starting points from the vendors' own
-guides; only NVIDIA's rows have been measured on hardware.
+A device takes the most specific row that fits it, by vendor first. The options are starting points from the vendors'
+own guides; only NVIDIA's rows have been measured on hardware.
 """
 
 from __future__ import annotations
