@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -33,7 +32,8 @@ class Step:
 
 
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Step], Tensor]
-"""``(query [B, S, Hq, D], key [B, S, Hkv, D], value, k_cache [pages, page, Hkv, D], v_cache, step) -> [B, S, Hq, D]``"""
+"""``(query [B, S, Hq, D], key and value [B, S, Hkv, D], k_cache and v_cache [pages, page, Hkv, D], step)``
+to the shape of ``query``."""
 
 
 def torch_attention(query: Tensor, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, step: Step) -> Tensor:

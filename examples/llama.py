@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import cast
 
 import torch
-from attention import Attention, Step, torch_attention
 from torch import Tensor, nn
 from torch.nn.functional import silu
+
+from attention import Attention, Step, torch_attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +30,8 @@ class LlamaConfig:
     @property
     def qkv_widths(self) -> tuple[int, int, int]:
         """Rows of the query, key and value projections."""
-        return tuple(heads * self.head_dim for heads in (self.num_q_heads, self.num_kv_heads, self.num_kv_heads))
+        query, key = self.num_q_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return query, key, key
 
 
 class Llama(nn.Module):
@@ -42,13 +45,15 @@ class Llama(nn.Module):
         self.norm = nn.RMSNorm(config.width, config.norm_eps)
         self.head = nn.Linear(config.width, config.vocab_size, bias=False)
         self.attention: Attention = torch_attention
+        self.page_size = 0
 
     def attach_caches(self, caches: list[tuple[Tensor, Tensor]]) -> None:
         """Give each layer its K and V cache ``[pages, page, KV heads, D]``, any strides."""
-        for layer, (k_cache, v_cache) in zip(self.layers, caches, strict=True):
+        for layer, (k_cache, v_cache) in zip(cast("list[Layer]", self.layers), caches, strict=True):
             # Buffers, since a graph treats them as static: no copy, and CUDA graphs may write to them.
             layer.attention.register_buffer("k_cache", k_cache, persistent=False)
             layer.attention.register_buffer("v_cache", v_cache, persistent=False)
+        self.page_size = caches[0][0].shape[1]
         positions = torch.arange(self.config.max_positions, dtype=torch.float32, device=self.embedding.weight.device)
         self.register_buffer("rope", rotary_table(positions, self.config), persistent=False)
 
@@ -88,10 +93,6 @@ class Llama(nn.Module):
             cu_seqlens_q=None,
         )
         return self._next_tokens(tokens[:, None], positions[:, None], step)
-
-    @property
-    def page_size(self) -> int:
-        return self.layers[0].attention.k_cache.shape[1]
 
     def _next_tokens(self, tokens: Tensor, positions: Tensor, step: Step) -> Tensor:
         x = self.embedding(tokens)

@@ -8,8 +8,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
-from kv_pool import SCRATCH_PAGE, PagePool
 from torch import Tensor
+
+from kv_pool import SCRATCH_PAGE, PagePool
 
 Prefill = Callable[[Tensor, Tensor], Tensor]
 """``(tokens [1, S], block_table [1, M]) -> next token [1]``"""

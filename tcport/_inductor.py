@@ -15,6 +15,7 @@ import sympy
 import torch
 import torch.fx
 from torch._dynamo.exc import RestartAnalysis, ShortenTraceback, SkipFrame
+from torch._dynamo.utils import counters
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import config, ir
 from torch._inductor.async_compile import AsyncCompile
@@ -168,6 +169,11 @@ def concrete(value: Any) -> Any:
         return torch.empty_strided(
             numbers[: value.dim()], numbers[value.dim() :], dtype=value.dtype, device=value.device
         )
+
+
+def compile_count() -> int:
+    """Graphs that Dynamo has handed to a backend in this process, whichever backend it was."""
+    return counters["stats"]["unique_graphs"]
 
 
 def in_dynamo() -> bool:
