@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import cast
 
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -61,7 +62,7 @@ def canonical_attention(
     out = tcport.paged_attention(
         query.flatten(0, 1), k_cache, v_cache, step.block_table, step.seq_lens, step.cu_seqlens_q
     )
-    return out.view_as(query)
+    return cast("Tensor", out).view_as(query)  # a pair only with return_lse=True
 
 
 SPELLINGS: dict[str, Attention] = {"torch": torch_attention, "canonical": canonical_attention}

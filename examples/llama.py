@@ -37,6 +37,8 @@ class LlamaConfig:
 class Llama(nn.Module):
     """The model. ``prefill`` and ``decode`` are two functions so that each is compiled, and counted, on its own."""
 
+    rope: Tensor
+
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
