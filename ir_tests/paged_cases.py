@@ -168,7 +168,7 @@ def write_problem(
 def assert_same_caches(call: WriteCall, want: tuple[Tensor, Tensor]) -> None:
     """Equal values in every slot, written or not; every NaN in its place."""
     for cache, wanted in zip((call.k_cache, call.v_cache), want, strict=True):
-        torch.testing.assert_close(cache.cpu().float(), wanted.float(), rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(cache.cpu().double(), wanted.double(), rtol=0, atol=0, equal_nan=True)
 
 
 def merge_problem(dtype: torch.dtype, device: str = "cpu") -> tuple[MergeCall, Tensor, Tensor]:

@@ -1,54 +1,34 @@
-"""The Triton kernels against the reference on a GPU: options, types, layouts, every edge length, graphs, Inductor."""
+"""The attention kernels against the reference on a GPU: options, dtypes, layouts, lengths at every edge."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Iterator
 
 import pytest
 import torch
+from gpu_kernels import (
+    BF16,
+    DECODE,
+    DECODE_TILE,
+    DTYPES,
+    FP16,
+    FP32,
+    TOLERANCE,
+    VARLEN,
+    VARLEN_TILE,
+    attend,
+    tile_of,
+    verify,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from paged_cases import FP8, Case, assert_same_caches, build, check, merge_problem, write_problem
+from paged_cases import FP8, Case, build, check
 
 from tcport.ir import TileConfig
 from tcport.kernels.call import AttentionCall
 from tcport.testing import LAYOUTS, paged_batches
 
 pytestmark = pytest.mark.gpu
-
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-DTYPES = [BF16, FP16, FP32]
-LENS = (37, 0, 300, 1, 129, 16)
-Q_LENS = (5, 1, 150, 1, 3, 0)
-DECODE = Case(LENS, heads=(8, 2), dims=(64, 64))
-VARLEN = Case(LENS, Q_LENS, heads=(8, 2), dims=(64, 64), uncovered=(3, 5))
-DECODE_TILE = TileConfig(16, 32, 2, 3)
-VARLEN_TILE = TileConfig(64, 32, 4, 2)
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_allocations() -> Iterator[None]:
-    """Fill what torch allocates with NaN, so that nothing unwritten can look right."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-def attend(call: AttentionCall, config: TileConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    from tcport.kernels.triton_decode import paged_decode
-    from tcport.kernels.triton_prefill import paged_prefill
-
-    entry = paged_decode if call.cu_seqlens_q is None else paged_prefill
-    return entry(call, config, lambda kernel: kernel)
-
-
-def verify(case: Case, config: TileConfig, tolerance: float | None = None) -> None:
-    call = build(case, "cuda")
-    check(call, *attend(call, config), TOLERANCE[case.dtype] if tolerance is None else tolerance)
-
 
 OPTIONS = {
     "plain": {},
@@ -79,7 +59,7 @@ OPTIONS = {
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("case", [DECODE, VARLEN], ids=["decode", "varlen"])
 def test_options(case: Case, splits: int, options: dict, dtype: torch.dtype) -> None:
-    config = dataclasses.replace(DECODE_TILE if case.q_lens is None else VARLEN_TILE, num_splits=splits)
+    config = dataclasses.replace(tile_of(case), num_splits=splits)
     verify(dataclasses.replace(case, dtype=dtype).with_options(**options), config)
 
 
@@ -134,7 +114,7 @@ def test_head_ratios(case: Case, heads: tuple[int, int]) -> None:
 @pytest.mark.parametrize(("layout", "dims"), [("HND", (64, 64)), ("interleaved", (80, 64)), ("packed", (64, 40))])
 @pytest.mark.parametrize("case", [DECODE, VARLEN], ids=["decode", "varlen"])
 def test_layouts(case: Case, layout: str, dims: tuple[int, int], index_dtype: torch.dtype) -> None:
-    config = DECODE_TILE if case.q_lens is None else VARLEN_TILE
+    config = tile_of(case)
     case = dataclasses.replace(case, layout=layout, dims=dims, index_dtype=index_dtype, strided_query=True, page=7)
     verify(dataclasses.replace(case, dtype=BF16, scales="token"), config)
 
@@ -152,33 +132,9 @@ def test_values_that_are_a_view_of_keys(case: Case, dims: tuple[int, int]) -> No
 @pytest.mark.parametrize("kv_dtype", [*FP8, torch.int8], ids=str)
 @pytest.mark.parametrize("case", [DECODE, VARLEN], ids=["decode", "varlen"])
 def test_quantised_caches(case: Case, kv_dtype: torch.dtype, scales: str) -> None:
-    config = DECODE_TILE if case.q_lens is None else VARLEN_TILE
+    config = tile_of(case)
     for dtype in DTYPES:
         verify(dataclasses.replace(case, kv_dtype=kv_dtype, scales=scales, dtype=dtype, dims=(64, 96)), config)
-
-
-@pytest.mark.parametrize("kv_dtype", FP8, ids=str)
-def test_every_8_bit_float_is_read_and_written_back(kv_dtype: torch.dtype) -> None:
-    """All 256 codes: decoded by attending to one key at a time, encoded by writing what torch decodes."""
-    from tcport.kernels.call import WriteCall
-    from tcport.kernels.triton_write import kv_write
-
-    codes = torch.arange(256, dtype=torch.uint8, device="cuda")
-    cache = codes.view(kv_dtype).view(16, 1, 1, 16)
-    call = AttentionCall.of(
-        torch.zeros(16, 1, 16, device="cuda"), torch.zeros_like(cache.view(torch.uint8)).view(kv_dtype), cache,
-        torch.arange(16, device="cuda").view(16, 1), torch.ones(16, dtype=torch.int32, device="cuda"),
-    )  # fmt: skip
-    out, _ = attend(call, DECODE_TILE)
-    values = cache.cpu().float().view(-1)
-    torch.testing.assert_close(out.cpu().view(-1), values, rtol=0, atol=0, equal_nan=True)
-
-    written = torch.zeros_like(codes).view(kv_dtype).view(16, 1, 1, 16)
-    wide = values.cuda().view(16, 1, 16)
-    kv_write(WriteCall.of(wide, wide, written, written.clone(), torch.arange(16, device="cuda")), lambda kernel: kernel)
-    limit = torch.finfo(kv_dtype).max
-    want = values.clamp(-limit, limit).to(kv_dtype).float()
-    torch.testing.assert_close(written.cpu().float().view(-1), want, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("case", [DECODE, VARLEN], ids=["decode", "varlen"])
@@ -209,101 +165,6 @@ def test_any_number_of_splits_agrees(splits: int) -> None:
     verify(dataclasses.replace(DECODE, dtype=FP32).with_options(num_splits=splits, sinks=True), DECODE_TILE)
 
 
-@pytest.mark.parametrize("kv_dtype", [BF16, torch.float8_e4m3fn], ids=str)
-def test_pages_beyond_32_bit_offsets(kv_dtype: torch.dtype) -> None:
-    """A request in the last pages of a cache of over 2^31 elements equals the same request in the first pages."""
-    from tcport.kernels.call import WriteCall
-    from tcport.kernels.triton_write import kv_write
-
-    pages, page, heads, dim = 16386, 64, 8, 256
-    shape = (pages, page, heads, dim * kv_dtype.itemsize)
-    k, v = (torch.zeros(shape, dtype=torch.uint8, device="cuda").view(kv_dtype) for _ in "kv")
-    key, value = (torch.randn(100, heads, dim, device="cuda", dtype=BF16) for _ in "kv")
-    query = torch.randn(1, 32, dim, device="cuda", dtype=BF16)
-    results = []
-    for first, second in ((pages - 1, pages - 2), (0, 1)):
-        position = torch.arange(100, device="cuda")
-        slots = torch.tensor([first, second], device="cuda")[position // page] * page + position % page
-        kv_write(WriteCall.of(key, value, k, v, slots), lambda kernel: kernel)
-        table = torch.tensor([[first, second]], dtype=torch.int32, device="cuda")
-        lens = torch.tensor([100], dtype=torch.int32, device="cuda")
-        starts = torch.tensor([0, 1], dtype=torch.int32, device="cuda")
-        for cu in (None, starts):
-            call = AttentionCall.of(query, k, v, table, lens, cu, return_lse=True)
-            results.append(attend(call, TileConfig(16, 32, 4, 2)))
-            few_k, few_v = (_pages(cache, [first, second]) for cache in (k, v))
-            small = dataclasses.replace(call, k_cache=few_k, v_cache=few_v, block_table=torch.tensor([[0, 1]]))
-            check(small, *results[-1], TOLERANCE[BF16])
-    for far, near in zip(results[:2], results[2:], strict=True):
-        assert torch.equal(far[0], near[0])
-
-
-def _pages(cache: torch.Tensor, ids: list[int]) -> torch.Tensor:
-    return torch.stack([cache[i].view(torch.uint8).cpu() for i in ids]).view(cache.dtype)
-
-
-def test_the_result_does_not_depend_on_where_pages_lie() -> None:
-    one, other = (build(dataclasses.replace(DECODE, dtype=BF16, seed=7), "cuda") for _ in range(2))
-    shuffle = torch.randperm(one.k_cache.shape[0], device="cuda")
-    moved = torch.empty_like(shuffle)
-    moved[shuffle] = torch.arange(len(shuffle), device="cuda")
-    inside = one.block_table < len(shuffle)
-    table = torch.where(inside, moved[one.block_table.clamp_max(len(shuffle) - 1).long()].int(), one.block_table)
-    other = dataclasses.replace(
-        other, k_cache=other.k_cache[shuffle], v_cache=other.v_cache[shuffle], block_table=table
-    )
-    assert torch.equal(attend(one, DECODE_TILE)[0], attend(other, DECODE_TILE)[0])
-
-
-def test_a_batch_invariant_result_is_the_same_alone_and_in_a_batch() -> None:
-    from tcport.ir import BATCH, CeilDiv
-
-    case = dataclasses.replace(DECODE, lens=(300, 37, 129, 1, 64) * 8, dtype=BF16)
-    config = dataclasses.replace(DECODE_TILE, num_splits=1 + CeilDiv(64, BATCH))
-    batch = build(case.with_options(batch_invariant=True), "cuda")
-    out, lse = attend(batch, config)
-    for row in range(5):
-        one = dataclasses.replace(
-            batch, query=batch.query[row : row + 1], block_table=batch.block_table[row : row + 1, :25],
-            seq_lens=batch.seq_lens[row : row + 1],
-        )  # fmt: skip
-        alone, alone_lse = attend(one, config)
-        assert torch.equal(out[row], alone[0])
-        assert torch.equal(lse[row], alone_lse[0])
-
-
-def test_two_runs_give_the_same_bits() -> None:
-    for case, config in ((DECODE, dataclasses.replace(DECODE_TILE, num_splits=5)), (VARLEN, VARLEN_TILE)):
-        call = build(dataclasses.replace(case, dtype=BF16), "cuda")
-        first = attend(call, config)
-        assert all(torch.equal(a, b) for _ in range(10) for a, b in zip(first, attend(call, config), strict=True))
-
-
-def test_no_compilation_after_the_first_call_of_a_kind() -> None:
-    """Batch size, lengths, table width and offsets into tables select no other binary."""
-    from triton import knobs
-
-    compiled: list[object] = []
-    case = dataclasses.replace(DECODE, dtype=BF16)
-
-    def run(batch: int, length: int, shift: int) -> None:
-        call = build(dataclasses.replace(case, lens=(length,) * batch), "cuda")
-        for cu in (None, torch.arange(batch + 1, dtype=torch.int32, device="cuda")):
-            table = torch.nn.functional.pad(call.block_table, (shift, 0))[:, shift:]
-            lens = torch.nn.functional.pad(call.seq_lens, (shift, 0))[shift:]
-            shifted = dataclasses.replace(call, block_table=table, seq_lens=lens, cu_seqlens_q=cu)
-            check(shifted, *attend(shifted, dataclasses.replace(DECODE_TILE, num_splits=4)), TOLERANCE[BF16])
-
-    run(4, 64, 0)
-    hook, knobs.runtime.jit_post_compile_hook = knobs.runtime.jit_post_compile_hook, lambda **kw: compiled.append(kw)
-    try:
-        for batch, length, shift in itertools.product((1, 2, 3, 16, 17), (1, 16, 17, 400), (0, 1)):
-            run(batch, length, shift)
-    finally:
-        knobs.runtime.jit_post_compile_hook = hook
-    assert compiled == []
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
@@ -314,95 +175,3 @@ def test_anything_at_all(layout: str, data: st.DataObject) -> None:
         st.sampled_from([TileConfig(16, 16, 2, 3, 2), TileConfig(32, 64, 4, 2), TileConfig(64, 32, 4, 1)])
     )
     batch.check(*attend(AttentionCall.of(**batch.arguments, return_lse=True), config))
-
-
-@pytest.mark.parametrize("case", [DECODE, VARLEN], ids=["decode", "varlen"])
-def test_a_captured_graph_follows_lengths_changed_in_place(case: Case) -> None:
-    config = dataclasses.replace(DECODE_TILE if case.q_lens is None else VARLEN_TILE, num_splits=2)
-    call = build(dataclasses.replace(case, dtype=BF16), "cuda")
-    attend(call, config)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = attend(call, config)
-    graph.replay()
-    check(call, out, lse, TOLERANCE[BF16])
-    call.seq_lens.copy_(torch.tensor([30, 0, 299, 1, 128, 0]))
-    if call.cu_seqlens_q is not None:
-        call.cu_seqlens_q.copy_(torch.tensor([0, 1, 1, 100, 101, 120, 120]))
-    graph.replay()
-    check(call, out, lse, TOLERANCE[BF16])
-
-
-@pytest.mark.parametrize("case", [DECODE, VARLEN], ids=["decode", "varlen"])
-def test_compiled_by_inductor_with_symbolic_sizes(case: Case) -> None:
-    """The entries traced with ``wrap_triton`` become user-defined kernels of Inductor, one graph for all batches."""
-    from tcport.ir import BATCH, CeilDiv
-
-    config = dataclasses.replace(DECODE_TILE, num_splits=1 + CeilDiv(8, BATCH))
-    options = {"window": 50, "softcap": 4.0, "sinks": True, "alibi_slopes": True}
-    case = dataclasses.replace(case, dtype=BF16, kv_dtype=torch.float8_e4m3fn, scales="token").with_options(**options)
-    call = build(case, "cuda")
-
-    @torch.library.triton_op(f"tcport_tests::attend_{'decode' if case.q_lens is None else 'varlen'}", mutates_args={})
-    def op(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor, lens: torch.Tensor,
-        cu: torch.Tensor | None, slopes: torch.Tensor, sinks: torch.Tensor, ks: torch.Tensor, vs: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        from tcport.kernels.triton_decode import paged_decode
-        from tcport.kernels.triton_prefill import paged_prefill
-
-        made = AttentionCall.of(
-            q, k, v, table, lens, cu, alibi_slopes=slopes, sinks=sinks, k_scale=ks, v_scale=vs, window=50, softcap=4.0,
-            return_lse=True,
-        )  # fmt: skip
-        return (paged_decode if cu is None else paged_prefill)(made, config, torch.library.wrap_triton)
-
-    compiled = torch.compile(lambda *args: op(*args), dynamic=True, fullgraph=True)
-    for lens in (case.lens, case.lens[:3], case.lens * 2):
-        q_lens = None if case.q_lens is None else tuple(min(n, 40) for n in lens)
-        call = build(dataclasses.replace(case, lens=lens, q_lens=q_lens), "cuda")
-        out, lse = compiled(
-            call.query, call.k_cache, call.v_cache, call.block_table, call.seq_lens, call.cu_seqlens_q,
-            call.alibi_slopes, call.sinks, call.k_scale, call.v_scale,
-        )  # fmt: skip
-        check(call, out, lse, TOLERANCE[BF16])
-
-
-@pytest.mark.parametrize(
-    ("scales", "layout", "dtype"),
-    [
-        ("none", "NHD", BF16), ("tensor", "HND", FP32), ("head", "interleaved", FP16), ("token", "packed", BF16),
-        ("head", "NHD", torch.float64),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("kv_dtype", [BF16, FP16, FP32, torch.float64, torch.int8, *FP8], ids=str)
-def test_kv_write(kv_dtype: torch.dtype, scales: str, layout: str, dtype: torch.dtype) -> None:
-    from tcport.kernels.triton_write import kv_write
-
-    call, want = write_problem(kv_dtype, scales, layout, "cuda", dtype)
-    kv_write(call, lambda kernel: kernel)
-    assert_same_caches(call, want)
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32, torch.float64], ids=str)
-def test_merge_states(dtype: torch.dtype) -> None:
-    from tcport.kernels.triton_merge import merge_states
-
-    call, want_out, want_lse = merge_problem(dtype, "cuda")
-    out, lse = merge_states(call, lambda kernel: kernel)
-    tolerance = {BF16: 8e-3, FP16: 1e-3, FP32: 2e-6, torch.float64: 1e-12}[dtype]
-    torch.testing.assert_close(out.cpu(), want_out, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(lse.cpu(), want_lse, rtol=min(tolerance, 2e-6), atol=min(tolerance, 2e-6))
-
-
-def test_merged_halves_are_the_whole() -> None:
-    """A sequence attended to in two parts of whole pages, one without the sink, and merged."""
-    from tcport.kernels.call import MergeCall
-    from tcport.kernels.triton_merge import merge_states
-
-    whole = build(dataclasses.replace(DECODE, lens=(300, 64, 48), dtype=FP32).with_options(sinks=True), "cuda")
-    head = dataclasses.replace(whole, seq_lens=torch.full_like(whole.seq_lens, 32), sinks=None)
-    tail = dataclasses.replace(whole, seq_lens=whole.seq_lens - 32, block_table=whole.block_table[:, 2:])
-    merged = merge_states(MergeCall.of(*attend(head, DECODE_TILE), *attend(tail, DECODE_TILE)), lambda kernel: kernel)
-    check(whole, *merged, 1e-5)
