@@ -224,6 +224,8 @@ def _next_split(space: Space, attention: Attention, key: Stored, value: Stored) 
             if whole not in outer:
                 continue
             high = divided(space.sizes[whole], size)
+            if high is None and space.sizes[whole].free_symbols:
+                raise _Symbolic([space.sizes[whole]])
             if high is None:
                 raise Rejected("sizes", f"a dimension of size {space.sizes[whole]} is used in parts of {size}")
             return {whole: size * space.symbol("high", high) + space.symbol("low", size)}
