@@ -22,11 +22,13 @@ class Adapted:
     Attributes:
         report: of the graph; there is exactly one.
         graph: the rewritten graph.
-        kinds: the matches, by kind and matcher, in graph order.
+        result: of the first run of the rewritten graph.
+        kinds: the matches, by kind and matcher, in graph order. rules: those of the rejections.
     """
 
     report: AdapterReport
     graph: GraphModule
+    result: Any = None
 
     @property
     def kinds(self) -> list[str]:
@@ -53,9 +55,9 @@ def run(function: Callable[..., Any], *args: Any, dynamic: bool | None = False, 
     expected_args, actual_args = _copies(args), _copies(args)
     with torch.no_grad():
         expected = function(*expected_args)
-        adapted, actual = _compile(function, actual_args, dynamic)
+        adapted = _compile(function, actual_args, dynamic)
     if compare:
-        _check(actual, expected)
+        _check(adapted.result, expected)
     for got, want in zip(_tensors(actual_args), _tensors(expected_args), strict=True):
         assert got.flatten().view(torch.uint8).equal(want.flatten().view(torch.uint8)), "an argument differs"
     return adapted
@@ -63,10 +65,10 @@ def run(function: Callable[..., Any], *args: Any, dynamic: bool | None = False, 
 
 def adapt_only(function: Callable[..., Any], *args: Any) -> Adapted:
     """Adapt ``function`` in the current grad mode, without a comparison."""
-    return _compile(function, args, False)[0]
+    return _compile(function, args, False)
 
 
-def _compile(function: Callable[..., Any], args: Any, dynamic: bool | None) -> tuple[Adapted, Any]:
+def _compile(function: Callable[..., Any], args: Any, dynamic: bool | None) -> Adapted:
     found: list[Adapted] = []
 
     def backend(gm: GraphModule, example_inputs: Any) -> Callable[..., Any]:
@@ -76,7 +78,8 @@ def _compile(function: Callable[..., Any], args: Any, dynamic: bool | None) -> t
     torch._dynamo.reset()
     result = torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=True)(*args)
     assert len(found) == 1, f"{len(found)} graphs"
-    return found[0], result
+    found[0].result = result
+    return found[0]
 
 
 def _check(actual: Any, expected: Any) -> None:

@@ -4,8 +4,8 @@
 few, and masks are still written as the model's author wrote them. That graph is not functional, so every match is also
 checked against what is written between the original reads and the canonical call.
 
-How it works: a matcher (one file per spelling: ``sdpa``, ``softmax``, ``writes``, ``canonical``) describes the anchor
-node element by element. :mod:`~tcport.adapter.reader` follows each element backwards through views and gathers;
+How it works: a matcher (one file per spelling: ``sdpa``, ``softmax``, ``varlen``, ``writes``, ``canonical``) describes
+the anchor node element by element. :mod:`~tcport.adapter.reader` follows each element backwards through views and gathers;
 :mod:`~tcport.adapter.algebra` brings the coordinates into one form, in which all spellings of a gather are equal;
 :mod:`~tcport.adapter.masks` reads the visibility formula; :mod:`~tcport.adapter.attention` finds the role of every
 coordinate; :mod:`~tcport.adapter.call` builds the call; :mod:`~tcport.adapter.commit` carries it out.
@@ -29,6 +29,7 @@ from torch.fx import GraphModule, Node
 from tcport.adapter import canonical as canonical  # registers its matcher, as do the next lines
 from tcport.adapter import sdpa as sdpa
 from tcport.adapter import softmax as softmax
+from tcport.adapter import varlen as varlen
 from tcport.adapter import writes as writes
 from tcport.adapter.commit import commit
 from tcport.adapter.graph import GraphFacts

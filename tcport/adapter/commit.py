@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
 from torch.fx import GraphModule, Node
 
 from tcport.adapter import aliasing
-from tcport.adapter.algebra import equal
 from tcport.adapter.emit import Emitter
 from tcport.adapter.graph import GraphFacts, op_name
 from tcport.adapter.report import Match, Rejected, Rejection
-from tcport.adapter.sizes import shape_of, size_expr, tensor_of
+from tcport.adapter.stand_in import stand_in
 from tcport.errors import TcportError
 
 _ASK_SIZES = frozenset({"size", "dim", "stride", "numel", "shape", "dtype", "device", "sym_size"})
@@ -52,8 +50,7 @@ def _rewrite(facts: GraphFacts, match: Match, memo: dict, replaced: dict[Node, N
     try:
         result = match.build(emit) if match.build is not None else None
         if result is not None:
-            _check_shape(result, match.node)
-            result = _with_layout(emit, result, match.node)
+            result = stand_in(emit, result, match.node)
     except (Rejected, TcportError) as refused:
         emit.undo()
         rule = refused.rule if isinstance(refused, Rejected) else "layout"
@@ -63,48 +60,6 @@ def _rewrite(facts: GraphFacts, match: Match, memo: dict, replaced: dict[Node, N
         match.node.replace_all_uses_with(result)
         replaced[match.node] = result
     return match
-
-
-def _check_shape(result: Node, anchor: Node) -> None:
-    new, old = tensor_of(result), tensor_of(anchor)
-    if new is None or old is None:
-        return
-    if new.dtype != old.dtype or new.dim() != old.dim() or not all(map(equal, shape_of(result), shape_of(anchor))):
-        raise Rejected(
-            "layout", f"the replacement is {new.dtype} {tuple(new.shape)}, not {old.dtype} {tuple(old.shape)}"
-        )
-
-
-def _with_layout(emit: Emitter, result: Node, anchor: Node) -> Node:
-    """Give the result the strides of what it replaces, unless no user can tell."""
-    new, old = tensor_of(result), tensor_of(anchor)
-    if new is None or old is None or _same_strides(new, old) or all(_ignores_strides(user) for user in anchor.users):
-        return result
-    order = sorted(range(old.dim()), key=lambda dim: -_hint(old.stride(dim)))
-    dense = emit.call("contiguous", emit.call("permute", result, *order))
-    return emit.call("permute", dense, *(order.index(dim) for dim in range(old.dim())))
-
-
-def _same_strides(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether strides agree wherever a dimension has more than one element."""
-    return all(
-        size_expr(size) == 1 or equal(size_expr(x), size_expr(y))
-        for size, x, y in zip(a.shape, a.stride(), b.stride(), strict=True)
-    )
-
-
-def _hint(size: int | torch.SymInt) -> int:
-    return size if isinstance(size, int) else int(size.node.hint or 0)
-
-
-def _ignores_strides(user: Node) -> bool:
-    """Whether a use gives the same values and strides whatever the strides of its operand."""
-    name = op_name(user)
-    if name in ("reshape", "contiguous", "flatten", "matmul", "linear", "size"):
-        return user.op == "call_method" or user.target is not torch.Tensor.view
-    if name in ("transpose", "permute", "unsqueeze", "squeeze", "getitem", "movedim", "swapaxes"):
-        return bool(user.users) and all(_ignores_strides(next_user) for next_user in user.users)
-    return False
 
 
 def _exclusive(facts: GraphFacts, matches: list[Match]) -> dict[Match, str | None]:
