@@ -5,7 +5,7 @@ few, and masks are still written as the model's author wrote them. That graph is
 checked against what is written between the original reads and the canonical call.
 
 How it works: a matcher (one file per spelling: ``sdpa``, ``softmax``, ``varlen``, ``writes``, ``canonical``) describes
-the anchor node element by element. :mod:`~tcport.adapter.reader` follows each element backwards through views and gathers;
+the anchor node element by element. :mod:`~tcport.adapter.reader` follows each element back through views and gathers;
 :mod:`~tcport.adapter.algebra` brings the coordinates into one form, in which all spellings of a gather are equal;
 :mod:`~tcport.adapter.masks` reads the visibility formula; :mod:`~tcport.adapter.attention` finds the role of every
 coordinate; :mod:`~tcport.adapter.call` builds the call; :mod:`~tcport.adapter.commit` carries it out.

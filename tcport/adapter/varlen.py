@@ -71,7 +71,7 @@ def _match(
 
 
 def _visible(node: Node, is_causal: bool, window_size: Any) -> dict[str, Any]:
-    """``(left, right)`` counts keys beyond the query's own on either side, -1 without bound; our window counts its own."""
+    """``(left, right)`` counts keys on either side of the query's own, -1 without bound; our window counts its own."""
     left, right = window_size if window_size is not None else (-1, -1)
     causal = is_causal or right == 0
     if right > 0 and not causal:
