@@ -64,22 +64,50 @@ def record(entry: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Launch]
     return launches
 
 
-def compile_launch(launch: Launch, target: GPUTarget) -> Any:
-    """Triton's compiled kernel, specialised as its JIT would: alignment by 16 and ints equal to 1 are known."""
+@dataclasses.dataclass(frozen=True)
+class Specialisation:
+    """What of a launch is compiled in.
+
+    Attributes:
+        signature: type of each parameter; ``"constexpr"`` for one whose value is compiled in.
+        constants: those values, by name.
+        aligned: parameters that are known to be multiples of 16.
+    """
+
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    aligned: tuple[str, ...]
+
+
+def specialise(launch: Launch, *, aligned: bool = True) -> Specialisation:
+    """A launch specialised as Triton's JIT would: alignment by 16 and ints equal to 1 are known.
+
+    Args:
+        aligned: False: nothing is assumed to be aligned, so the kernel takes what an aligned one does not.
+    """
     signature: dict[str, str] = {}
-    constants: dict[tuple[int], Any] = {}
-    attributes: dict[tuple[int], list[list[Any]]] = {}
-    for index, param in enumerate(launch.kernel.params):
+    constants: dict[str, Any] = {}
+    multiples: list[str] = []
+    for param in launch.kernel.params:
         value = launch.arguments[param.name]
         fixed = param.is_constexpr or value is None or (type(value) is int and value == 1)
         if fixed and not (param.do_not_specialize and value is not None):
-            signature[param.name], constants[(index,)] = "constexpr", value
+            signature[param.name], constants[param.name] = "constexpr", value
             continue
-        signature[param.name] = _type_of(value)
-        aligned = isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
-        if aligned and not (param.do_not_specialize or param.do_not_specialize_on_alignment):
-            attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(launch.kernel, signature, constants, attributes)
+        signature[param.name] = type_of(value)
+        multiple = isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
+        if aligned and multiple and not (param.do_not_specialize or param.do_not_specialize_on_alignment):
+            multiples.append(param.name)
+    return Specialisation(signature, constants, tuple(multiples))
+
+
+def compile_launch(launch: Launch, target: GPUTarget, known: Specialisation | None = None) -> Any:
+    """Triton's compiled kernel of a launch; ``known`` is what may be assumed of it, default all that holds."""
+    known = known or specialise(launch)
+    index = {param.name: number for number, param in enumerate(launch.kernel.params)}
+    constants = {(index[name],): value for name, value in known.constants.items()}
+    attributes = {(index[name],): [["tt.divisibility", 16]] for name in known.aligned}
+    source = ASTSource(launch.kernel, known.signature, constants, attributes)
     with targeting(target):
         return triton.compile(source, target=target, options=dict(launch.options))
 
@@ -101,7 +129,8 @@ class _AbsentDevice:
         self.get_current_target = lambda: target
 
 
-def _type_of(value: Any) -> str:
+def type_of(value: Any) -> str:
+    """Triton's name of an argument's type."""
     if isinstance(value, torch.Tensor):
         return "*" + _TYPES[value.dtype]
     if isinstance(value, float):

@@ -107,6 +107,12 @@ def unregister_lowering(op: str, name: str) -> None:
     _ROWS[:] = [row for row in _ROWS if (row.op, row.name) != (op, name)]
 
 
+def touch() -> None:
+    """Say that lowerings may answer otherwise than before, though their rows are the same."""
+    global _generation
+    _generation += 1
+
+
 def generation() -> int:
     """A number that changes with every registration: what was chosen under another one may be out of date."""
     return _generation

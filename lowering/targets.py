@@ -7,9 +7,11 @@ own guides; only NVIDIA's rows have been measured on hardware.
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tcport.device import DeviceProfile
 from tcport.ir import AttentionSpec, TileConfig
 
 Options = Mapping[str, Any]
@@ -82,6 +84,17 @@ TARGETS = (
 
 ANY_GPU = Target(None, None)
 """A device whose vendor no runtime told."""
+
+
+def target_of(profile: DeviceProfile) -> Target:
+    """The family of a device."""
+    fitting = [
+        target
+        for target in TARGETS
+        if target.vendor == profile.vendor
+        and (target.arch is None or fnmatch.fnmatchcase(profile.arch or "", target.arch))
+    ]
+    return max(fitting, key=lambda target: target.arch is not None, default=ANY_GPU)
 
 
 def refusal(target: Target, tile: TileConfig) -> str | None:

@@ -10,6 +10,7 @@ import torch
 import torch.fx
 
 from tcport import _inductor, passes, quarantine  # noqa: F401  (passes registers tcport's own)
+from tcport.bundle.store import bundles
 from tcport.chain import step_down, survivors
 from tcport.describe import node_report
 from tcport.device import device_profile
@@ -97,8 +98,9 @@ class Attempt:
         profiles = sorted(device_profile(device).digest() for device in devices)
         own_passes = [p.identity() for stage in STAGES for p in active_passes(self.options, stage)]
         lowerings = [row.identity() for operator in OPERATORS for row in rows(operator.name)]
+        prebuilt = [(str(bundle.folder), bundle.digest()) for bundle in bundles()[0]]
         own_options = dataclasses.replace(self.options, inductor=())
-        return fingerprint([own_options, profiles, own_passes, lowerings, quarantine.keys()])
+        return fingerprint([own_options, profiles, own_passes, lowerings, prebuilt, quarantine.keys()])
 
     def _emitters(self) -> dict[Any, Callable[[torch.fx.Node], _inductor.Emission]]:
         if self.options.debug:

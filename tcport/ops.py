@@ -206,7 +206,18 @@ def _checked(check: Callable[..., None], *args: Any, **kwargs: Any) -> None:
             raise
 
 
+def define_twin(name: str, of: str, run: Callable[..., Any]) -> None:
+    """Define an operator that takes and returns what another does, for code that must call one kernel and no other."""
+    arguments, fake = _DEFINED[of]
+    _define(name, arguments, fake)
+    LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+
+
+_DEFINED: dict[str, tuple[str, Callable[..., Any]]] = {}
+
+
 def _define(name: str, arguments: str, fake: Callable[..., Any]) -> None:
+    _DEFINED[name] = (arguments, fake)
     LIBRARY.define(f"{name}{arguments}", tags=_TAGS)
     torch.library.register_fake(f"tcport::{name}", fake, lib=LIBRARY)
 

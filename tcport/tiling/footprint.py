@@ -173,6 +173,11 @@ def _key(request: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps([request, versions], sort_keys=True).encode()).hexdigest()
 
 
+def kernel_sources() -> str:
+    """Digest of the sources of tcport's Triton kernels: what was compiled from others is stale."""
+    return _sources("tcport.kernels.call")
+
+
 @functools.cache
 def _sources(module: str) -> str:
     """Hash of every source file beside a kernel's: a kernel calls helpers from its neighbours."""

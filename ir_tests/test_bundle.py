@@ -1,0 +1,280 @@
+"""Bundles: built for a GPU that is not there, and refused wherever they do not belong."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import shutil
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tcport import chain, quarantine
+from tcport.bundle import cuda_driver, hip_driver, read_bundle, store
+from tcport.bundle.command import app, read_specs
+from tcport.bundle.launch import find, pack
+from tcport.bundle.manifest import MANIFEST, Bundle
+from tcport.device import catalogue_profile
+from tcport.errors import ArgumentError, BundleError, KernelLaunchError
+from tcport.failures import cause_of
+from tcport.ir import AttentionSpec
+from tcport.kernels.offline import Launch, record
+from tcport.kernels.triton_decode import paged_decode
+from tcport.lowering.operators import PAGED_ATTENTION, NodeChoice
+from tcport.lowering.registry import select
+from tcport.tiling.example import attention_call
+from tcport.tiling.footprint import compile_target, kernel_sources
+from tcport.tiling.plan import plain_spec
+from tcport.tiling.wire import config_of
+
+H200, A100 = catalogue_profile("h200"), catalogue_profile("a100")
+SPECS = [{"num_q_heads": 4, "num_kv_heads": 2, "dim_qk": 16, "dtype": "float16"}]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle as the command builds it; tests that spoil it take a copy."""
+    folder = tmp_path_factory.mktemp("bundle")
+    (folder / "specs.json").write_text(json.dumps(SPECS))
+    arguments = ["build", "--device", "h200", "--spec", str(folder / "specs.json"), "-o", str(folder / "out")]
+    done = CliRunner().invoke(app, [*arguments, "--tiles", "1"])
+    assert done.exit_code == 0, done.output
+    return folder / "out"
+
+
+@pytest.fixture
+def copy(built: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(built, tmp_path / "copy"))
+
+
+@pytest.fixture
+def spec(built: Path) -> AttentionSpec:
+    return read_specs(built.parent / "specs.json")[0]
+
+
+def edit(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    manifest = json.loads((folder / MANIFEST).read_text())
+    change(manifest)
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+
+
+def refusal(bundle: Bundle, profile: Any = H200) -> str | None:
+    return bundle.refusal(profile, compile_target(profile), kernel_sources())
+
+
+def test_what_was_built(built: Path) -> None:
+    bundle = read_bundle(built)
+    assert bundle.target == ("cuda", 90, 32)
+    assert {e.function for e in bundle.entries} == {"paged_attention_kernel", "combine_kernel", "kv_write_kernel"}
+    assert bundle.faults() == []
+    assert refusal(bundle) is None
+    for entry in bundle.entries:
+        assert bundle.binary(entry)[:4] == b"\x7fELF"
+        assert entry.symbol.encode() in bundle.binary(entry)
+        assert 0 <= entry.shared <= (H200.shared_per_cta_optin or 0)
+        assert entry.threads == 32 * entry.tile["num_warps"]
+
+
+def test_a_flipped_byte_a_missing_file_and_a_missing_manifest(copy: Path) -> None:
+    first, second = read_bundle(copy).entries[:2]
+    data = bytearray((copy / first.file).read_bytes())
+    data[len(data) // 2] ^= 1
+    (copy / first.file).write_bytes(data)
+    (copy / second.file).unlink()
+    bundle = read_bundle(copy)
+    with pytest.raises(BundleError, match="corrupt"):
+        bundle.binary(bundle.entries[0])
+    with pytest.raises(BundleError, match="cannot be read"):
+        bundle.binary(bundle.entries[1])
+    assert len(bundle.faults()) == 2
+    (copy / MANIFEST).write_text("{")
+    with pytest.raises(BundleError, match="no manifest"):
+        read_bundle(copy)
+    (copy / MANIFEST).unlink()
+    with pytest.raises(BundleError, match="cannot be read"):
+        read_bundle(copy)
+
+
+def test_a_foreign_an_old_and_a_stale_bundle(copy: Path) -> None:
+    assert refusal(read_bundle(copy), A100) == f"{copy} was built for cuda 90, the device is cuda 80"
+    edit(copy, lambda manifest: manifest.update(sources="0" * 64))
+    assert "other kernel sources" in str(refusal(read_bundle(copy)))
+    edit(copy, lambda manifest: manifest.update(abi=99))
+    assert "launch convention 99" in str(refusal(read_bundle(copy)))
+    edit(copy, lambda manifest: manifest["entries"][0].update(file="../elsewhere"))
+    with pytest.raises(BundleError, match="outside the bundle"):
+        read_bundle(copy)
+
+
+def launches(spec: AttentionSpec, bundle: Bundle) -> list[Launch]:
+    tile = next(e.tile for e in bundle.entries if e.kernel == "triton_decode")
+    return record(paged_decode, attention_call(spec), config_of({**tile, "num_splits": 4}))
+
+
+def test_a_launch_finds_what_was_compiled_for_it_and_nothing_else(built: Path, spec: AttentionSpec) -> None:
+    bundle = read_bundle(built)
+    attention, combine = launches(spec, bundle)
+    entry = find(bundle.entries, attention.kernel, attention.arguments)
+    assert entry.function == "paged_attention_kernel"
+    assert "k_stride_token" in entry.aligned
+    assert find(bundle.entries, combine.kernel, combine.arguments).function == "combine_kernel"
+    odd = find(bundle.entries, attention.kernel, {**attention.arguments, "k_stride_token": 33})
+    assert odd.aligned == ()
+    for name, value, said in (
+        ("PAGE_SIZE", 32, "PAGE_SIZE is 32, compiled in is 16"),
+        ("window", 5, "window is 5, compiled in is None"),
+        ("seq_lens", torch.empty(4, dtype=torch.int64), r"seq_lens is a tensor of torch.int64, compiled for \*i32"),
+        ("k_stride_page", 2**40, "k_stride_page is 1099511627776, compiled for i32"),
+    ):
+        with pytest.raises(BundleError, match=said):
+            find(bundle.entries, attention.kernel, {**attention.arguments, name: value})
+    renamed = types.SimpleNamespace(__name__="paged_attention_kernel", arg_names=["query"])
+    with pytest.raises(BundleError, match="not those of the installed kernel"):
+        find(bundle.entries, renamed, attention.arguments)
+
+
+def test_the_chain_takes_a_bundle_before_torch(
+    built: Path, spec: AttentionSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TCPORT_BUNDLE", str(built))
+    selection = select("paged_attention", spec, H200)
+    assert [c.tier for c in selection.candidates][-2:] == ["blob", "torch"]
+    reasons = {r.kernel: r.reason for r in select("paged_attention", spec, A100).rejections}
+    assert reasons["bundle_attention"] == f"{built} was built for cuda 90, the device is cuda 80"
+    other = plain_spec(
+        num_q_heads=4, num_kv_heads=2, dim_qk=32, dim_v=32, page=16, batch=4, context=64, tokens=None,
+        dtype="float16", kv_dtype="float16",
+    )  # fmt: skip
+    reasons = {r.kernel: r.reason for r in select("paged_attention", other, H200).rejections}
+    assert reasons["bundle_attention"] == f"{built} has no kernel for this spec"
+    monkeypatch.setenv("TCPORT_BUNDLE", "/nowhere")
+    assert (
+        "manifest.json cannot be read"
+        in {r.kernel: r.reason for r in select("paged_attention", spec, H200).rejections}["bundle_attention"]
+    )
+
+
+def test_without_a_compiler_the_bundle_is_next(
+    built: Path, spec: AttentionSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TCPORT_BUNDLE", str(built))
+    quarantine.clear()
+    choice = NodeChoice(PAGED_ATTENTION, spec, select("paged_attention", spec, H200), H200)
+    chain.step_down(choice, choice.selection.candidates[0], RuntimeError("Cannot find ptxas"), "toolchain")
+    assert [c.tier for c in chain.survivors(choice)] == ["blob", "torch"]
+    quarantine.clear()
+
+
+def test_a_bundle_that_a_program_asked_for(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "_asked", [])
+    store.use_bundle(built)
+    store.use_bundle(built)
+    assert [b.folder for b in store.bundles()[0]] == [built]
+    with pytest.raises(BundleError):
+        store.use_bundle(built / "nothing")
+
+
+def test_the_command_says_what_is_wrong(copy: Path) -> None:
+    run = CliRunner().invoke
+    assert run(app, ["verify", str(copy), "--device", "h200"]).exit_code == 0
+    foreign = run(app, ["verify", str(copy), "--device", "a100"])
+    assert foreign.exit_code == 1
+    assert "was built for cuda 90" in foreign.output
+    (copy / read_bundle(copy).entries[0].file).write_bytes(b"")
+    broken = run(app, ["verify", str(copy), "--device", "h200"])
+    assert broken.exit_code == 1
+    assert "corrupt" in broken.output
+    assert "paged_attention_kernel" in run(app, ["inspect", str(copy)]).output
+    assert run(app, ["inspect", str(copy / "nothing")]).exit_code == 2
+
+
+def test_specs_with_unknown_names_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "specs.json").write_text('[{"heads": 3}]')
+    with pytest.raises(ArgumentError, match="names heads"):
+        read_specs(tmp_path / "specs.json")
+
+
+@dataclasses.dataclass
+class FakeCode:
+    value: int = 0
+    name: str = "OK"
+
+
+class FakeDriver(types.SimpleNamespace):
+    """Answers like cuda-python and hip-python: a tuple that starts with a code. ``failing`` names a call that fails."""
+
+    def __init__(self, failing: str = "") -> None:
+        super().__init__(CUresult=types.SimpleNamespace(CUDA_SUCCESS=FakeCode()), calls={})
+        self.CUfunction_attribute = types.SimpleNamespace(
+            CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="dynamic shared"
+        )
+        self.failing = failing
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+            self.calls[name] = (args, kwargs)
+            code = FakeCode(1, "REFUSED") if name == self.failing else FakeCode()
+            return (code,) if "Launch" in name or "Set" in name else (code, f"result of {name}")
+
+        return call
+
+
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: types.SimpleNamespace(cuda_stream=77))
+
+
+@pytest.mark.usefixtures("stream")
+def test_what_cuda_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = FakeDriver()
+    monkeypatch.setattr(cuda_driver, "_driver", lambda: driver)
+    launch = cuda_driver.load(b"code", "attend", 100_000, 128)
+    assert driver.calls["cuFuncSetAttribute"][0] == ("result of cuKernelGetFunction", "dynamic shared", 100_000)
+    x = torch.zeros(4)
+    numbers, kinds = pack([x, 7, 0.5], ["*fp32", "i32", "fp32"], hidden=2)
+    assert numbers == (x.data_ptr(), 7, 0.5, 0, 0)
+    launch((3, 2, 1), numbers, kinds, "cuda:0")
+    assert driver.calls["cuLaunchKernel"][0] == (
+        "result of cuKernelGetFunction", 3, 2, 1, 128, 1, 1, 100_000, 77, (numbers, kinds), 0,
+    )  # fmt: skip
+    assert [kind.__name__ for kind in kinds] == ["c_void_p", "c_int", "c_float", "c_void_p", "c_void_p"]
+
+
+@pytest.mark.usefixtures("stream")
+def test_what_hip_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = FakeDriver()
+    monkeypatch.setattr(hip_driver, "_hip", lambda: driver)
+    launch = hip_driver.load(b"code", "attend", 4096, 256)
+    launch((3, 2, 1), *pack([5, 0.5], ["i64", "fp32"], hidden=1), "cuda:0")
+    args, kwargs = driver.calls["hipModuleLaunchKernel"]
+    assert args == ("result of hipModuleGetFunction", 3, 2, 1, 256, 1, 1)
+    assert (kwargs["sharedMemBytes"], kwargs["stream"]) == (4096, 77)
+    assert [argument.value for argument in kwargs["extra"]] == [5, 0.5, None]
+
+
+@pytest.mark.usefixtures("stream")
+def test_what_the_driver_refuses_is_an_error_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    for failing, load in (("cuLibraryLoadData", cuda_driver), ("hipModuleLoadData", hip_driver)):
+        monkeypatch.setattr(load, "_driver" if load is cuda_driver else "_hip", lambda f=failing: FakeDriver(f))
+        with pytest.raises(BundleError, match=f"{failing} of attend failed: REFUSED"):
+            load.load(b"", "attend", 0, 32)
+    monkeypatch.setattr(cuda_driver, "_driver", lambda: FakeDriver("cuLaunchKernel"))
+    with pytest.raises(KernelLaunchError, match="failed: REFUSED"):
+        cuda_driver.load(b"", "attend", 0, 32)((1, 1, 1), (), (), "cuda:0")
+
+
+def test_absent_packages_are_a_reason_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    monkeypatch.setitem(sys.modules, "hip", None)
+    for load in (cuda_driver.load, hip_driver.load):
+        with pytest.raises(BundleError, match="pip install 'tcport") as caught:
+            load(b"", "attend", 0, 32)
+        assert cause_of(caught.value) == "unavailable"

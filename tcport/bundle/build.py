@@ -1,0 +1,190 @@
+"""Building a bundle: the best tiles of each spec, compiled for a device that need not be there."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from tcport.bundle.facts import facts_of
+from tcport.bundle.manifest import ABI, Bundle, Entry, write_bundle
+from tcport.device.profile import DeviceProfile
+from tcport.errors import BundleError
+from tcport.fingerprint import triton_version
+from tcport.ir import AttentionSpec, TileConfig
+from tcport.kernels.triton_write import WRITE_TILE
+from tcport.lowering.spec import WriteSpec
+from tcport.lowering.targets import target_of
+from tcport.tiling import rank_tiles
+from tcport.tiling.footprint import ENTRIES, compile_target, kernel_sources
+from tcport.tiling.limits import limits_of
+from tcport.tiling.wire import config_data, spec_data
+
+_TIMEOUT = 300  # seconds for one request; spilling tiles take the compilers up to twenty
+_EXTENSIONS = {"cuda": "cubin", "hip": "hsaco"}
+
+
+def build_bundle(
+    specs: Sequence[AttentionSpec],
+    profile: DeviceProfile,
+    folder: str | Path,
+    *,
+    tiles: int = 2,
+    index_dtype: str = "int32",
+) -> tuple[Bundle, list[str]]:
+    """Compile the attention of each spec and the write that fills its cache, and write the bundle.
+
+    Args:
+        tiles: how many of the best tiles to keep for each spec.
+        index_dtype: dtype of block table, lengths and query bounds of the calls to come.
+
+    Returns:
+        The bundle, and one sentence for each tile that was left out.
+
+    Raises:
+        BundleError: there is no compiler for the device, or nothing compiled.
+    """
+    target = compile_target(profile)
+    if target is None:
+        raise BundleError(
+            f"Triton has no offline compiler for {profile.vendor} {profile.arch}.", "Build for an NVIDIA or AMD GPU."
+        )
+    left_out: list[str] = []
+    entries: list[Entry] = []
+    binaries: dict[str, bytes] = {}
+    with _Worker() as worker:
+        for spec in specs:
+            kept: set[TileConfig] = set()
+            for job in _jobs(spec, profile):
+                if job.kernel != "triton_write" and job.tile not in kept and len(kept) >= tiles:
+                    break
+                answer = worker.compile({**job.request, "target": list(target), "index_dtype": index_dtype})
+                trouble = answer.get("error") or _too_big(answer["entries"], profile)
+                if trouble:
+                    left_out.append(f"{job.kernel} {job.tile}: {trouble}")
+                    continue
+                if job.kernel != "triton_write":
+                    kept.add(job.tile)
+                entries += [_take(job, compiled, target[0], binaries) for compiled in answer["entries"]]
+    if not entries:
+        raise BundleError(f"Nothing compiled: {'; '.join(left_out)}.", "Look at the reasons above.")
+    unique = tuple({json.dumps(dataclasses.asdict(entry), sort_keys=True): entry for entry in entries}.values())
+    bundle = Bundle(
+        Path(folder), ABI, target, kernel_sources(), triton_version(), profile.name or profile.arch or "", unique
+    )
+    write_bundle(bundle, binaries)
+    return bundle, left_out
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """One compile: a tile of a kernel, whole (one split) or split."""
+
+    kernel: str
+    tile: TileConfig
+    facts: dict[str, Any]
+    request: dict[str, Any]
+
+
+def _jobs(spec: AttentionSpec, profile: DeviceProfile) -> Iterable[_Job]:
+    kernel = "triton_decode" if spec.form == "decode" else "triton_prefill"
+    write = WriteSpec(
+        0, spec.num_kv_heads, spec.head_dim_qk, spec.head_dim_v, spec.query_dtype, spec.kv_dtype,
+        spec.k_layout, spec.v_layout, spec.kv_scales,
+    )  # fmt: skip
+    request = {"op": "kv_write", "entry": "tcport.kernels.triton_write:kv_write", "spec": spec_data(spec)}
+    yield _Job("triton_write", WRITE_TILE, facts_of(write), {**request, **_tile_data(WRITE_TILE, {})})
+    request = {"op": "paged_attention", "entry": ENTRIES[kernel.removeprefix("triton_")], "spec": spec_data(spec)}
+    target = target_of(profile)
+    for tile in rank_tiles(spec, profile).configs:
+        options = dict(target.options(spec, tile))
+        for splits in (4, 1):
+            sized = dataclasses.replace(tile, num_splits=splits)
+            yield _Job(kernel, tile, facts_of(spec), {**request, **_tile_data(sized, options)})
+
+
+def _tile_data(tile: TileConfig, options: dict[str, Any]) -> dict[str, Any]:
+    return {"config": config_data(tile), "options": options}
+
+
+def _too_big(compiled: list[dict[str, Any]], profile: DeviceProfile) -> str | None:
+    limits = limits_of(profile)
+    for kernel in compiled:
+        if kernel["shared"] > limits.shared_per_cta:
+            return f"{kernel['function']} needs {kernel['shared']} bytes of shared memory of {limits.shared_per_cta}"
+        if kernel["threads"] > limits.threads_per_cta:
+            return f"{kernel['function']} needs {kernel['threads']} threads of {limits.threads_per_cta}"
+    return None
+
+
+def _take(job: _Job, compiled: dict[str, Any], backend: str, binaries: dict[str, bytes]) -> Entry:
+    data = base64.b64decode(compiled.pop("binary"))
+    digest = hashlib.sha256(data).hexdigest()
+    name = f"{compiled['function']}-{digest[:16]}.{_EXTENSIONS[backend]}"
+    binaries[name] = data
+    tile = {name: getattr(job.tile, name) for name in ("block_m", "block_n", "num_warps", "num_stages")}
+    aligned = tuple(compiled.pop("aligned"))
+    return Entry(kernel=job.kernel, tile=tile, facts=job.facts, aligned=aligned, file=name, sha256=digest, **compiled)
+
+
+class _Worker:
+    """A compiling process that is started again when a kernel has taken it down."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> _Worker:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop()
+
+    def compile(self, request: dict[str, Any]) -> dict[str, Any]:
+        process = self._process = self._process or self._start()
+        timer = threading.Timer(_TIMEOUT, process.kill)
+        timer.start()
+        try:
+            _pipe(process.stdin).write(json.dumps(request) + "\n")
+            _pipe(process.stdin).flush()
+            answer = next((line for line in _pipe(process.stdout) if line.startswith("{")), None)
+        except OSError:
+            answer = None
+        finally:
+            timer.cancel()
+        if answer is not None:
+            return json.loads(answer)
+        code = process.wait()
+        self._process = None
+        return {"error": f"the compiler's process ended with code {code}"}
+
+    def _start(self) -> subprocess.Popen[str]:
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        command = [sys.executable, "-m", "tcport.bundle.build_worker"]
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
+        )
+
+    def _stop(self) -> None:
+        if self._process is not None:
+            _pipe(self._process.stdin).close()
+            self._process.wait()
+
+
+def _pipe(pipe: IO[str] | None) -> IO[str]:
+    if pipe is None:
+        raise BundleError("The compiler's process has no pipe.", "Report this.")
+    return pipe

@@ -1,0 +1,81 @@
+"""The process that compiles a bundle's kernels: ``python -m tcport.bundle.build_worker`` < requests > answers.
+
+One JSON request per line in, one JSON answer per line out. A process of its own for the reasons that
+:mod:`tcport.tiling.compile_worker` is one.
+"""
+
+from __future__ import annotations
+
+import base64
+import importlib
+import json
+import re
+import sys
+from typing import Any
+
+from triton.backends.compiler import GPUTarget
+
+from tcport.bundle.example import example_call
+from tcport.kernels.offline import Launch, compile_launch, record, specialise
+from tcport.tiling.wire import config_of
+
+_BINARIES = {"cuda": "cubin", "hip": "hsaco"}
+
+
+def main() -> None:
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            answer: dict[str, Any] = {"entries": build(request)}
+        except Exception as error:  # noqa: BLE001 - whatever the compiler raises is this request's answer
+            text = str(error).strip().splitlines()
+            answer = {"error": f"{type(error).__name__}: {text[0] if text else 'no message'}"}
+        print(json.dumps(answer), flush=True)
+
+
+def build(request: dict[str, Any]) -> list[dict[str, Any]]:
+    """Everything one call launches, each kernel twice: for aligned arguments, and for any."""
+    module, name = request["entry"].split(":")
+    entry = getattr(importlib.import_module(module), name)
+    config = config_of(request["config"])
+    options = request["options"]
+    launches = record(entry, example_call(request["op"], request["spec"], request["index_dtype"]), config=config)
+    return [
+        _compiled(Launch(x.kernel, x.grid, x.arguments, {**x.options, **options}), request["target"], aligned)
+        for x in launches
+        for aligned in (True, False)
+    ]
+
+
+def _compiled(launch: Launch, target: list[Any], aligned: bool) -> dict[str, Any]:
+    backend, arch, warp_width = target
+    known = specialise(launch, aligned=aligned)
+    compiled = compile_launch(launch, GPUTarget(backend, arch, warp_width), known)
+    metadata = compiled.metadata
+    if metadata.global_scratch_size or metadata.profile_scratch_size:
+        raise ValueError("the kernel needs scratch memory of the launcher's")
+    visible = sum(kind != "constexpr" for kind in known.signature.values())
+    parameters = _parameters(compiled.asm["ptx" if backend == "cuda" else "amdgcn"])
+    return {
+        "function": launch.kernel.__name__,
+        "symbol": metadata.name,
+        "signature": known.signature,
+        "constants": known.constants,
+        "aligned": known.aligned,
+        "hidden": parameters - visible,
+        "shared": metadata.shared,
+        "threads": metadata.num_warps * warp_width,
+        "binary": base64.b64encode(compiled.asm[_BINARIES[backend]]).decode(),
+    }
+
+
+def _parameters(assembly: str) -> int:
+    """Parameters of the one kernel in PTX or AMD assembly, those that the compiler adds included."""
+    entry = re.search(r"\.entry\s+\w+\((.*?)\)", assembly, re.DOTALL)
+    if entry:
+        return len(re.findall(r"\.param", entry[1]))
+    return len(re.findall(r"\.value_kind:\s+(?:global_buffer|by_value)", assembly))
+
+
+if __name__ == "__main__":
+    main()

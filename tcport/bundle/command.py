@@ -1,0 +1,114 @@
+"""``python -m tcport bundle build | inspect | verify``."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tcport.bundle.manifest import read_bundle
+from tcport.device import device_profile, load_profile
+from tcport.errors import ArgumentError, TcportError
+from tcport.ir import AttentionSpec
+from tcport.tiling.footprint import compile_target, kernel_sources
+from tcport.tiling.plan import plain_spec
+
+app = typer.Typer(no_args_is_help=True, help="Kernels compiled ahead, for machines without a compiler.")
+
+_DEFAULTS: dict[str, Any] = {
+    "num_q_heads": 32, "num_kv_heads": 8, "dim_qk": 128, "page": 16, "batch": 64, "context": 8192, "tokens": None,
+    "dtype": "bfloat16", "latent": False,
+}  # fmt: skip
+
+
+@app.command()
+def build(
+    device: Annotated[str, typer.Option(help="Catalogue name or profile file of the device to build for.")],
+    spec: Annotated[Path, typer.Option(help="JSON: a list of tables such as {'num_q_heads': 32, 'tokens': 512}.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder to write.")],
+    tiles: Annotated[int, typer.Option(help="Best tiles to keep of each spec.")] = 2,
+    index_dtype: Annotated[str, typer.Option(help="dtype of block tables and lengths: int32 or int64.")] = "int32",
+) -> None:
+    """Compile the attention kernels of some specs, and the writes that fill their caches."""
+    from tcport.bundle.build import build_bundle  # it imports Triton, which the other commands do without
+
+    try:
+        specs = read_specs(spec)
+        bundle, left_out = build_bundle(specs, load_profile(device), output, tiles=tiles, index_dtype=index_dtype)
+    except TcportError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from error
+    for sentence in left_out:
+        typer.echo(f"left out: {sentence}")
+    typer.echo(f"{output}: {len(bundle.entries)} kernels for {bundle.target[0]} {bundle.target[1]}")
+
+
+@app.command()
+def inspect(folder: Path) -> None:
+    """What a bundle holds."""
+    try:
+        bundle = read_bundle(folder)
+    except TcportError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from error
+    typer.echo(f"{folder}: for {bundle.device}, target {bundle.target[0]} {bundle.target[1]}, ABI {bundle.abi}")
+    typer.echo(f"built by triton {bundle.compiler} from kernel sources {bundle.sources[:16]}")
+    lines = Counter(
+        f"{e.kernel} {e.tile['block_m']}x{e.tile['block_n']} w{e.tile['num_warps']} st{e.tile['num_stages']}: "
+        f"{e.function}, {e.shared} bytes shared, {e.threads} threads, {len(e.aligned)} aligned, {_facts(e.facts)}"
+        for e in bundle.entries
+    )
+    for line in lines:
+        typer.echo(f"  {line}")
+
+
+@app.command()
+def verify(
+    folder: Path,
+    device: Annotated[str | None, typer.Option(help="Device it should run on; default: the present one.")] = None,
+) -> None:
+    """Whether a bundle is whole and may run on a device; exit code 1 when not, with each reason."""
+    try:
+        bundle = read_bundle(folder)
+        profile = load_profile(device) if device else device_profile()
+    except TcportError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from error
+    faults = bundle.faults()
+    refusal = bundle.refusal(profile, compile_target(profile), kernel_sources())
+    for fault in [*faults, *([refusal] if refusal else [])]:
+        typer.echo(fault)
+    if faults or refusal:
+        raise typer.Exit(1)
+    typer.echo(f"{folder}: {len(bundle.entries)} kernels, whole, made for {bundle.target[0]} {bundle.target[1]}")
+
+
+def read_specs(path: Path) -> list[AttentionSpec]:
+    """The specs of a JSON file: a list of tables; names and defaults as in ``_DEFAULTS``.
+
+    Raises:
+        ArgumentError: the file cannot be read, or names something else.
+    """
+    try:
+        tables = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"{path} cannot be read: {error}.", "Give a JSON list of tables.") from error
+    specs = []
+    for table in tables if isinstance(tables, list) else [tables]:
+        unknown = set(table) - {*_DEFAULTS, "dim_v", "kv_dtype"}
+        if unknown:
+            raise ArgumentError(
+                f"{path} names {', '.join(sorted(unknown))}.", f"Known names: {', '.join([*_DEFAULTS, 'dim_v'])}."
+            )
+        values = {**_DEFAULTS, **table}
+        values.setdefault("dim_v", values["dim_qk"])
+        values.setdefault("kv_dtype", values["dtype"])
+        specs.append(plain_spec(**values))
+    return specs
+
+
+def _facts(facts: Any) -> str:
+    return " ".join(f"{name}={value}" for name, value in facts.items() if value not in (None, False))

@@ -1,0 +1,155 @@
+"""What lies in a bundle: ``manifest.json`` and one binary per compiled kernel, each known by its sha256.
+
+An entry is one kernel of :mod:`tcport.kernels` compiled for one tile, with everything that was compiled into it: a
+launch whose arguments differ in any of that is refused. Nothing is launched that was not checked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tcport.device.profile import DeviceProfile
+from tcport.errors import BundleError
+
+MANIFEST = "manifest.json"
+ABI = 1
+"""Version of the launch convention: order and types of parameters, hidden ones zero. Others are refused."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One compiled kernel.
+
+    Attributes:
+        kernel: the lowering's kernel it belongs to, such as ``"triton_decode"``.
+        tile: block sizes, warps and stages of the tile it was compiled with.
+        facts: the parts of the spec that choose it (see :func:`tcport.bundle.build.spec_facts`).
+        function: name of the Triton function. symbol: its name in the binary.
+        signature: type of each parameter in order, ``"constexpr"`` where the value is compiled in.
+        constants: those values. aligned: parameters that must be multiples of 16.
+        hidden: parameters behind those, which are zero.
+        shared: bytes of shared memory. threads: threads of a CTA.
+        file: the binary, beside the manifest. sha256: its digest.
+    """
+
+    kernel: str
+    tile: Mapping[str, int]
+    facts: Mapping[str, Any]
+    function: str
+    symbol: str
+    signature: Mapping[str, str]
+    constants: Mapping[str, Any]
+    aligned: tuple[str, ...]
+    hidden: int
+    shared: int
+    threads: int
+    file: str
+    sha256: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Bundle:
+    """A read and checked manifest.
+
+    Attributes:
+        target: Triton's backend (``"cuda"``, ``"hip"``), architecture and warp width.
+        sources: digest of the kernel sources it was compiled from.
+        compiler: Triton's version. device: name of the device it was planned for.
+    """
+
+    folder: Path
+    abi: int
+    target: tuple[str, int | str, int]
+    sources: str
+    compiler: str
+    device: str
+    entries: tuple[Entry, ...]
+
+    def refusal(self, profile: DeviceProfile, target: tuple[str, int | str, int] | None, sources: str) -> str | None:
+        """Why nothing of this bundle may run on a device; None when it may.
+
+        Args:
+            target: what kernels for the device are compiled for. sources: digest of the installed kernel sources.
+        """
+        if self.abi != ABI:
+            return f"{self.folder} has launch convention {self.abi}, this tcport has {ABI}: build it again"
+        if target is None or self.target != tuple(target):
+            theirs = f"{target[0]} {target[1]}" if target else profile.arch or profile.vendor
+            return f"{self.folder} was built for {self.target[0]} {self.target[1]}, the device is {theirs}"
+        if self.sources != sources:
+            return f"{self.folder} was built from other kernel sources than are installed: build it again"
+        return None
+
+    def digest(self) -> str:
+        """Identity of what the bundle holds."""
+        return hashlib.sha256("".join(entry.sha256 for entry in self.entries).encode()).hexdigest()
+
+    def binary(self, entry: Entry) -> bytes:
+        """The compiled code of an entry.
+
+        Raises:
+            BundleError: the file is not there, or not what was built.
+        """
+        path = self.folder / entry.file
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise BundleError(f"{path} cannot be read: {error.strerror}.", "Build the bundle again.") from error
+        if hashlib.sha256(data).hexdigest() != entry.sha256:
+            raise BundleError(
+                f"{path} is corrupt: its sha256 is not the manifest's.", "Copy or build the bundle again."
+            )
+        return data
+
+    def faults(self) -> list[str]:
+        """What is wrong with the files, one sentence each."""
+        found = []
+        for entry in self.entries:
+            try:
+                self.binary(entry)
+            except BundleError as error:
+                found.append(error.cause)
+        return found
+
+
+def read_bundle(folder: str | Path) -> Bundle:
+    """Read a bundle's manifest; binaries are read and checked when they are first used.
+
+    Raises:
+        BundleError: there is no manifest, or it is not one.
+    """
+    folder = Path(folder)
+    try:
+        data = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        entries = tuple(_entry(entry) for entry in data.pop("entries"))
+        backend, arch, width = data.pop("target")
+        return Bundle(folder=folder, target=(backend, arch, width), entries=entries, **data)
+    except OSError as error:
+        raise BundleError(
+            f"{folder / MANIFEST} cannot be read: {error.strerror}.", "Name a folder that 'bundle build' wrote."
+        ) from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BundleError(f"{folder / MANIFEST} is no manifest: {error!r}.", "Build the bundle again.") from error
+
+
+def write_bundle(bundle: Bundle, binaries: Mapping[str, bytes]) -> None:
+    """Write binaries (by file name), and the manifest last, so that a bundle cut short has none."""
+    bundle.folder.mkdir(parents=True, exist_ok=True)
+    for name, data in binaries.items():
+        (bundle.folder / name).write_bytes(data)
+    plain = dataclasses.asdict(bundle)
+    del plain["folder"]
+    temporary = bundle.folder / f"{MANIFEST}.new"
+    temporary.write_text(json.dumps(plain, indent=1), encoding="utf-8")
+    temporary.replace(bundle.folder / MANIFEST)
+
+
+def _entry(data: dict[str, Any]) -> Entry:
+    if Path(data["file"]).name != data["file"]:
+        raise ValueError(f"file {data['file']!r} lies outside the bundle")
+    return Entry(**{**data, "aligned": tuple(data["aligned"])})
