@@ -29,6 +29,10 @@ TILE_BYTES = BN * (DIM_QK + V_TILES * DIM_V) * KV_BYTES
 
 _THREADS = Formula("threads of a CTA", WARPS * WARP_WIDTH)
 
+# Two warpgroups on the same 64 rows: on an H200 with triton 3.6 (2026-11-30) blocks of 64 rows with 8 warps gave wrong
+# results, and illegal accesses, for every block_n and stage count tried; 4 warps on 64 rows and 8 on 128 are right.
+_SHARED_ROWS = Formula("warps on the same rows of a warpgroup product", SPREAD)
+
 # Reductions across warps and page ids on their way to another layout.
 _SCRATCH = 256
 
@@ -61,13 +65,14 @@ class Constraint:
 
 
 def constraints(profile: DeviceProfile, config: TileConfig, problem: Problem, limits: Limits) -> tuple[Constraint, ...]:
-    """Shared memory, threads and registers. The expressions depend on how the device multiplies matrices."""
+    """Shared memory, threads and registers, then what else must hold for the way the device multiplies matrices."""
     unit = matrix_unit(profile, config, problem)
-    return (
+    always = (
         Constraint(shared_memory(unit), limits.shared_per_cta),
         Constraint(_THREADS, limits.threads_per_cta),
         Constraint(registers(unit), limits.registers_per_thread, hard=False),
     )
+    return (*always, Constraint(_SHARED_ROWS, 1)) if unit == "wgmma" else always
 
 
 def matrix_unit(profile: DeviceProfile, config: TileConfig, problem: Problem) -> str:

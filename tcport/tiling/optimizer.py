@@ -120,7 +120,7 @@ class TileLayoutOptimizer:
     def _demand(self, config: TileConfig) -> dict[str, float]:
         values = self._values(config)
         shared, threads, registers = (
-            c.demand(values) for c in constraints(self.profile, config, self.problem, self.limits)
+            c.demand(values) for c in constraints(self.profile, config, self.problem, self.limits)[:3]
         )
         return {"shared": shared, "threads": threads, "registers": min(registers, self.limits.registers_per_thread)}
 
