@@ -61,7 +61,7 @@ WORK = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("kinds", nargs="+", choices=WORK)
     parser.add_argument("--out", type=Path, default=Path("sweep.json"))
     parser.add_argument("--processes", type=int, default=12, help="processes that compile")
@@ -176,7 +176,7 @@ def bound(work: Work, calls: list[AttentionCall]) -> float:
             out = torch.empty(work.batch * KV_HEADS * splits, device="cuda")
             read_pages[(work.batch * KV_HEADS, splits)](
                 call.k_cache, call.v_cache, call.block_table, call.seq_lens, out, call.block_table.stride(0), splits,
-                KV_HEADS, DIM, PAGE, block, num_warps=warps, num_stages=4,
+                KV_HEADS, DIM, PAGE, block, num_warps=warps, num_stages=4,  # type: ignore[call-arg]
             )  # fmt: skip
 
         best = min(best, microseconds(run, calls, 5))

@@ -115,11 +115,11 @@ def compile_launch(launch: Launch, target: GPUTarget, known: Specialisation | No
 @contextlib.contextmanager
 def targeting(target: GPUTarget) -> Iterator[None]:
     """Make ``tl.target_info`` in a kernel answer for ``target``, not for the GPU of this machine."""
-    triton.runtime.driver.set_active(_AbsentDevice(target))
+    triton.runtime.driver.set_active(_AbsentDevice(target))  # type: ignore[arg-type]
     try:
         yield
     finally:
-        triton.runtime.driver.set_active(None)  # found again when it is next asked for
+        triton.runtime.driver.set_active(None)  # type: ignore[arg-type]  # found again when it is next asked for
 
 
 class _AbsentDevice:

@@ -1,3 +1,4 @@
+# type: ignore  (device code: Triton's language, which type checkers take for Python)
 """The paged attention kernel: which query rows a program takes, and where its result goes.
 
 Program ``(x, y)`` handles one KV head (x, fastest, so that neighbours read neighbouring heads of a page), one block of

@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tcport.ir import IntLike
 from tcport.kernels.call import Launcher
 
 _SPLITS_AT_ONCE = 16
@@ -16,7 +15,7 @@ _SPLITS_AT_ONCE = 16
 def combine(
     partial_out: Tensor,
     partial_lse: Tensor,
-    num_splits: IntLike,
+    num_splits: int | torch.SymInt,
     out: Tensor,
     lse: Tensor | None,
     num_warps: int,

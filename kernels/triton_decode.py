@@ -24,5 +24,5 @@ def paged_decode(call: AttentionCall, config: TileConfig, launch: Launcher) -> t
         ``out [T, Hq, Dv]`` in the query's dtype and ``lse [T, Hq]`` fp32 (shape ``[0]`` unless the call wants it).
     """
     # At least one program: some launchers refuse an empty grid. It finds no sequence and returns.
-    blocks = torch.sym_max(call.seq_lens.shape[0], 1) * head_blocks(call, config)
-    return attend_in_splits(call, config, launch, blocks)
+    sequences: int | torch.SymInt = torch.sym_max(call.seq_lens.shape[0], 1)  # type: ignore[assignment]
+    return attend_in_splits(call, config, launch, sequences * head_blocks(call, config))

@@ -1,3 +1,4 @@
+# type: ignore  (device code: Triton's language, which type checkers take for Python)
 """8-bit floats in registers: bits to a wider float and back, on every target.
 
 Caches of 8-bit floats are handed to kernels as bytes, because Triton refuses a pointer to a format that the target's

@@ -72,7 +72,7 @@ def merge_states_kernel(
 ):
     """``BLOCK_M`` rows (token, head), in fp32, or in fp64 where an argument is."""
     has_fp64: tl.constexpr = lse.dtype.element_ty == tl.float64 or out.dtype.element_ty == tl.float64
-    precision: tl.constexpr = tl.float64 if has_fp64 else tl.float32
+    precision: tl.constexpr = tl.float64 if has_fp64 else tl.float32  # type: ignore
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     valid = row < num_rows
     token, head = row // NUM_HEADS, row % NUM_HEADS

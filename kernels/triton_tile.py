@@ -1,3 +1,4 @@
+# type: ignore  (device code: Triton's language, which type checkers take for Python)
 """The inner loop that decode and prefill share: one block of query rows against a range of keys of one sequence.
 
 A row is one (query token, query head) pair; all rows of a block read the same KV head, so every K and V tile that is

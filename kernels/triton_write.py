@@ -139,7 +139,7 @@ def _write_rows(
     x = tl.load(source[:, None] + dim[None, :].to(tl.int64) * source_stride, mask=mask, other=0.0)
     stored: tl.constexpr = target.dtype.element_ty
     has_fp64: tl.constexpr = source.dtype.element_ty == tl.float64 or stored == tl.float64
-    wide: tl.constexpr = tl.float64 if has_fp64 else tl.float32
+    wide: tl.constexpr = tl.float64 if has_fp64 else tl.float32  # type: ignore
     if scale is not None:
         divisor = tl.load(scale + scale_offset, mask=valid, other=1.0).to(wide)[:, None]
         # Rounded to nearest: an approximate quotient would land on the other side of a rounding boundary.
@@ -150,7 +150,7 @@ def _write_rows(
         x = _nearest_int8(x.to(wide))
     elif x.dtype != stored:
         x = x.to(wide)
-    tl.store(target[:, None] + dim[None, :].to(tl.int64) * target_stride, x.to(stored), mask=mask)
+    tl.store(target[:, None] + dim[None, :].to(tl.int64) * target_stride, x.to(target.dtype.element_ty), mask=mask)
 
 
 @triton.jit

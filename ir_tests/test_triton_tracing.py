@@ -1,0 +1,92 @@
+"""The kernel entries under ``make_fx`` with symbolic sizes: one graph for every batch, launches as graph nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import sympy
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from tcport.ir import BATCH, CeilDiv, TileConfig
+from tcport.kernels.call import AttentionCall, MergeCall, WriteCall
+from tcport.kernels.triton_decode import paged_decode
+from tcport.kernels.triton_merge import merge_states
+from tcport.kernels.triton_prefill import paged_prefill
+from tcport.kernels.triton_write import kv_write
+
+HEADS, KV_HEADS, DIM, PAGE = 12, 3, 72, 24
+STATIC = {HEADS, KV_HEADS, DIM, PAGE}
+SPLITS = sympy.Max(1, sympy.Min(16, CeilDiv(132, BATCH)))
+
+
+def tensors(tokens: int, sequences: int) -> dict[str, torch.Tensor]:
+    """Meta tensors of a call: every size of theirs is symbolic in the trace."""
+    cache = torch.empty(40, PAGE, KV_HEADS, DIM, device="meta", dtype=torch.bfloat16)
+    return {
+        "query": torch.empty(tokens, HEADS, DIM, device="meta", dtype=torch.bfloat16),
+        "k_cache": cache,
+        "v_cache": torch.empty_like(cache),
+        "block_table": torch.empty(sequences, 9, device="meta", dtype=torch.int32),
+        "seq_lens": torch.empty(sequences, device="meta", dtype=torch.int32),
+    }
+
+
+def launches_and_guards(entry: Callable[..., object], *args: torch.Tensor) -> tuple[int, set[sympy.Expr]]:
+    """Kernel launches in the traced graph, and what the trace assumed about sizes."""
+    graph = make_fx(entry, tracing_mode="symbolic")(*args)
+    names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    return sum("triton_kernel_wrapper" in name for name in names), {guard.expr for guard in graph.shape_env.guards}
+
+
+def assert_only_static_sizes_are_assumed(guards: set[sympy.Expr]) -> None:
+    for guard in guards:
+        assert isinstance(guard, sympy.Eq), guard
+        assert int(guard.rhs) in STATIC, guard
+
+
+@pytest.mark.parametrize(("splits", "launches"), [(1, 1), (4, 2), (SPLITS, 2)], ids=str)
+def test_decode(splits: int | sympy.Expr, launches: int) -> None:
+    def entry(*args: torch.Tensor) -> object:
+        call = AttentionCall.of(*args, window=50, return_lse=True)
+        return paged_decode(call, TileConfig(16, 64, 2, 3, splits), torch.library.wrap_triton)
+
+    count, guards = launches_and_guards(entry, *tensors(5, 5).values())
+    assert count == launches
+    assert_only_static_sizes_are_assumed(guards)
+
+
+def test_varlen() -> None:
+    def entry(*args: torch.Tensor) -> object:
+        call = AttentionCall.of(*args[:6], mask=args[6], softcap=3.0)
+        return paged_prefill(call, TileConfig(64, 64, 4, 2), torch.library.wrap_triton)
+
+    starts = torch.empty(6, device="meta", dtype=torch.int32)
+    mask = torch.empty(33, 90, device="meta", dtype=torch.bool)
+    count, guards = launches_and_guards(entry, *tensors(33, 5).values(), starts, mask)
+    assert count == 1
+    assert_only_static_sizes_are_assumed(guards)
+
+
+def test_write() -> None:
+    def entry(*args: torch.Tensor) -> object:
+        return kv_write(WriteCall.of(*args), torch.library.wrap_triton)
+
+    key = torch.empty(33, KV_HEADS, DIM, device="meta", dtype=torch.bfloat16)
+    cache = tensors(1, 1)["k_cache"]
+    slots = torch.empty(33, device="meta", dtype=torch.int64)
+    count, guards = launches_and_guards(entry, key, torch.empty_like(key), cache, torch.empty_like(cache), slots)
+    assert count == 1
+    assert_only_static_sizes_are_assumed(guards)
+
+
+def test_merge() -> None:
+    def entry(*args: torch.Tensor) -> object:
+        return merge_states(MergeCall.of(*args), torch.library.wrap_triton)
+
+    out = torch.empty(33, HEADS, DIM, device="meta", dtype=torch.bfloat16)
+    lse = torch.empty(33, HEADS, device="meta")
+    count, guards = launches_and_guards(entry, out, lse, torch.empty_like(out), torch.empty_like(lse))
+    assert count == 1
+    assert_only_static_sizes_are_assumed(guards)
