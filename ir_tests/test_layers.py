@@ -43,6 +43,7 @@ LAYERS = {
     "tcport.passes": 2,
     "tcport.lowering": 2,
     "tcport.repeatable": 2,
+    "tcport.probes": 2,
     "tcport.bundle": 2,
     "tcport.bundle.command": 4,
     "tcport._inductor": 3,

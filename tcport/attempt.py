@@ -11,7 +11,7 @@ import torch.fx
 
 from tcport import _inductor, passes, quarantine  # noqa: F401  (passes registers tcport's own)
 from tcport.bundle.store import bundles
-from tcport.chain import step_down, survivors
+from tcport.chain import screened, step_down, survivors
 from tcport.describe import node_report
 from tcport.device import device_profile
 from tcport.emission import Emitted
@@ -113,6 +113,7 @@ class Attempt:
         choice = node.meta.get("tcport")
         if choice is None:
             choice = choose(operator, call, device_profile(device_of(call)), self.options.kernel)
+        screened(choice, node=node.name, strict=self.options.strict)
         emitted = Emitted(node.name, choice, survivors(choice)[0])
         self.emitted.append(emitted)
         self.report.nodes.append(node_report(node, choice))

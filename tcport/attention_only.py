@@ -9,6 +9,7 @@ import torch
 import torch.fx
 
 from tcport import chain
+from tcport.chain import screened
 from tcport.describe import node_report
 from tcport.device import device_profile
 from tcport.lowering.operators import Operator, call_of_node, choose, device_of, operator_of
@@ -28,6 +29,7 @@ def attention_only(gm: torch.fx.GraphModule, options: Options, report: GraphRepo
         if operator is not None:
             call = call_of_node(operator, node, "example_value")
             choice = choose(operator, call, device_profile(device_of(call)), options.kernel)
+            screened(choice, node=node.name, strict=options.strict)
             report.nodes.append(node_report(node, choice))
             node.target = _bound(operator, options)
     gm.recompile()

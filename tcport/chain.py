@@ -9,12 +9,13 @@ from tcport import history, quarantine
 from tcport.cache_folders import settle_cache_folders
 from tcport.counting import count
 from tcport.device import DeviceProfile, device_profile
-from tcport.errors import KernelBuildError, KernelLaunchError, OutOfResourcesError
+from tcport.errors import KernelBuildError, KernelLaunchError, OutOfResourcesError, SelfTestError
 from tcport.failures import cause_of, class_name, details, first_line, raise_if_sticky
 from tcport.logs import logger
 from tcport.lowering.candidate import Candidate
 from tcport.lowering.operators import NodeChoice, Operator, device_of
 from tcport.lowering.registry import generation, select
+from tcport.probes import trusted
 from tcport.report import Cause, FallbackReason
 
 
@@ -34,7 +35,7 @@ def run(operator: Operator, call: Any, *, kernel: str | None = None, strict: boo
         KernelLaunchError: the device reported a fault that no other kernel can survive in this process.
     """
     profile = device_profile(device_of(call))
-    choice = _choice(operator, operator.spec(call), profile, kernel, generation())
+    choice = _choice(operator, operator.spec(call), profile, kernel, strict, generation())
     for candidate in survivors(choice):
         if quarantine.reason(choice, candidate) is not None:
             continue  # it was lost together with the one before
@@ -60,6 +61,25 @@ def survivors(choice: NodeChoice) -> list[Candidate]:
         first = choice.selection.candidates[0]
         raise _no_link_left(choice, first, quarantine.reason(choice, first))
     return left
+
+
+def screened(choice: NodeChoice, *, node: str = "", strict: bool = False) -> NodeChoice:
+    """The choice, after kernels whose self-test gave wrong numbers on this device have been left.
+
+    Raises:
+        KernelBuildError: see :func:`step_down`.
+    """
+    for candidate in choice.selection.candidates:
+        if not candidate.needs_compiler or quarantine.reason(choice, candidate) is not None:
+            continue
+        wrong = trusted(candidate.kernel, choice.profile)
+        if wrong is not None:
+            error = SelfTestError(
+                f"The self-test of {candidate.kernel} on this device, driver and compiler: {wrong}.",
+                "Report it with the versions that 'python -m tcport doctor' prints.",
+            )
+            step_down(choice, candidate, error, "wrong numbers", node=node, strict=strict)
+    return choice
 
 
 def step_down(
@@ -114,9 +134,12 @@ def _error(cause: Cause) -> type[KernelBuildError] | type[KernelLaunchError]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _choice(operator: Operator, spec: Any, profile: DeviceProfile, kernel: str | None, generation: int) -> NodeChoice:
+def _choice(
+    operator: Operator, spec: Any, profile: DeviceProfile, kernel: str | None, strict: bool, generation: int
+) -> NodeChoice:
     settle_cache_folders()
-    return NodeChoice(operator, spec, select(operator.name, spec, profile, kernel=kernel), profile)
+    selection = select(operator.name, spec, profile, kernel=kernel)
+    return screened(NodeChoice(operator, spec, selection, profile), strict=strict)
 
 
 def _launch(kernel: Any) -> Any:

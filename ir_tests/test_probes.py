@@ -1,0 +1,103 @@
+"""Probes: run once for a device, bounded in time, kept; wrong numbers take a kernel out of the chain."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from fault_injection import Faulty, installed
+
+import tcport
+from tcport import chain, history, quarantine
+from tcport.device import catalogue_profile
+from tcport.errors import KernelBuildError
+from tcport.kernels import reference
+from tcport.lowering.operators import PAGED_ATTENTION
+from tcport.probes import Outcome, probe, results, trusted
+
+H200 = catalogue_profile("h200")
+RIGHT, WRONG = Outcome(True, "right"), Outcome(False, "ValueError: wrong numbers: off by 3, allowed 0.02")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TCPORT_CACHE_DIR", str(tmp_path / "cache"))
+    results._kept.cache_clear()
+    quarantine.clear()
+    yield
+    results._kept.cache_clear()
+    quarantine.clear()
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A present H200 whose prefill kernel is wrong; the list grows by one with every run of the probes."""
+    ran: list[int] = []
+
+    def run(index: int, time_limit: float = 0) -> tuple[dict[str, Outcome], str]:
+        ran.append(index)
+        crash = Outcome(False, "RuntimeError: an illegal memory access was encountered")
+        return {"triton_decode": RIGHT, "triton_prefill": WRONG, "triton_write": crash}, ""
+
+    monkeypatch.setattr(results, "_present", lambda profile: 0)
+    monkeypatch.setattr(results, "run_probes", run)
+    return ran
+
+
+def test_probes_run_once_for_a_device_driver_and_compiler(runs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert probe(H200)["triton_decode"] == RIGHT
+    probe(H200)
+    assert runs == [0]
+    results._kept.cache_clear()  # as in another process
+    assert probe(H200)["triton_prefill"] == WRONG
+    assert runs == [0]
+    probe(H200.replace(driver_version="999"))
+    assert runs == [0, 0]
+    results._kept.cache_clear()
+    monkeypatch.setattr(results, "triton_version", lambda: "99")
+    probe(H200)
+    assert runs == [0, 0, 0]
+
+
+def test_only_wrong_numbers_cost_the_trust(runs: list[int]) -> None:
+    assert trusted("triton_decode", H200) is None
+    assert trusted("triton_write", H200) is None
+    assert trusted("a third party's", H200) is None
+    assert trusted("triton_prefill", H200) == WRONG.detail
+
+
+def test_outcomes_of_a_run_that_was_cut_short_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = json.dumps({"name": "fp16_dot", "ok": True, "detail": "right"})
+
+    def cut(command: list[str], **kwargs: object) -> None:
+        raise subprocess.TimeoutExpired(command, 1.0, output=f'{line}\n{{"name": "bf16'.encode())
+
+    monkeypatch.setattr(results, "_present", lambda profile: 0)
+    monkeypatch.setattr(subprocess, "run", cut)
+    assert results.run_probes(0, 1.0) == ({"fp16_dot": RIGHT}, "not done in 1 s")
+    assert probe(H200) == {"fp16_dot": RIGHT}
+    assert not (results.cache_folder().parent / "probes").exists()
+
+
+def test_a_device_that_is_not_there_is_not_probed() -> None:
+    assert probe(H200.replace(name="A device that nobody has")) == {}
+
+
+def test_a_kernel_with_wrong_numbers_is_left_and_a_forced_one_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chain, "trusted", lambda kernel, profile: WRONG.detail if kernel == "faulty" else None)
+    q, cache, table = torch.randn(2, 4, 16), torch.randn(8, 4, 2, 16), torch.arange(8).reshape(2, 4)
+    args = (q, cache, cache.flip(0), table, torch.tensor([3, 9]))
+    with installed(Faulty(lambda tile: None)) as kernel:
+        out = tcport.paged_attention(*args)
+        torch.testing.assert_close(out, reference.paged_attention(*args)[0], rtol=1e-5, atol=1e-5)
+        assert kernel.calls == []
+        last = history.fallbacks()[-1]
+        assert (last.cause, last.error, last.to) == ("wrong numbers", "SelfTestError", "torch_attention [torch]")
+        assert "off by 3" in last.message
+        quarantine.clear()
+        with pytest.raises(KernelBuildError, match="off by 3"):
+            chain.run(PAGED_ATTENTION, PAGED_ATTENTION.call(*args), kernel="faulty")

@@ -1,0 +1,125 @@
+"""Running the probes once per device, driver, compiler and kernel source, and keeping what they found."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from tcport.counting import count
+from tcport.device import DeviceProfile, device_profile
+from tcport.fingerprint import triton_version
+from tcport.logs import logger
+from tcport.tiling.footprint import cache_folder, kernel_sources
+
+TIME_LIMIT = 90.0
+"""Seconds for all probes together; what is not done by then stays unknown."""
+
+ENVIRONMENT_VARIABLE = "TCPORT_PROBES"
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What one probe found: ``ok``, and the numbers or the reason in one line."""
+
+    ok: bool
+    detail: str
+
+
+def probe(profile: DeviceProfile) -> Mapping[str, Outcome]:
+    """The outcomes of the capability probes and self-tests for a device, by name; a name that is absent is unknown.
+
+    They run in a process of their own, on a device that is present, once: outcomes are kept on disk for the same
+    device, driver, compiler and kernel sources. ``TCPORT_PROBES=0`` leaves everything unknown.
+    """
+    index = _present(profile)
+    return {} if index is None else _kept(profile.digest(), index)
+
+
+def trusted(kernel: str, profile: DeviceProfile) -> str | None:
+    """Why a kernel must not be used on a device: its self-test gave wrong numbers. None: it may be.
+
+    A test that could not be run (no memory, no time, no compiler) is no reason: what is wrong there shows by itself.
+    """
+    outcome = probe(profile).get(kernel)
+    if outcome is None or outcome.ok or "wrong numbers" not in outcome.detail:
+        return None
+    return outcome.detail
+
+
+def run_probes(index: int, time_limit: float = TIME_LIMIT) -> tuple[dict[str, Outcome], str]:
+    """Run all probes on a device; the outcomes, and why there are not more of them ("" when all ran)."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), ENVIRONMENT_VARIABLE: "0"}
+    command = [sys.executable, "-m", "tcport.probes.worker", str(index)]
+    trouble = ""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=time_limit)
+        text = done.stdout
+        if done.returncode != 0:
+            last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "no message")
+            trouble = f"the process ended with code {done.returncode}: {last}"
+    except subprocess.TimeoutExpired as error:
+        partial = error.stdout or ""
+        text = partial.decode() if isinstance(partial, bytes) else partial
+        trouble = f"not done in {time_limit:.0f} s"
+    outcomes = {}
+    for line in text.splitlines():
+        if line.startswith("{") and line.endswith("}"):
+            answer = json.loads(line)
+            outcomes[answer["name"]] = Outcome(answer["ok"], answer["detail"])
+    count("probes", len(outcomes))
+    return outcomes, trouble
+
+
+@functools.lru_cache(maxsize=32)
+def _kept(digest: str, index: int) -> dict[str, Outcome]:
+    versions = f"{digest} {triton_version()} {torch.__version__} {kernel_sources()}"
+    path = cache_folder().parent / "probes" / f"{hashlib.sha256(versions.encode()).hexdigest()}.json"
+    known = _load(path)
+    if known is not None:
+        return known
+    outcomes, trouble = run_probes(index)
+    for name, outcome in outcomes.items():
+        logger("probes").info("%s: %s (%s)", name, "ok" if outcome.ok else "not there", outcome.detail)
+    if trouble:
+        # Not kept: the machine may have been short of memory or time. This process does not ask again.
+        logger("probes").warning("some probes could not be run: %s", trouble)
+    else:
+        _store(path, outcomes)
+    return outcomes
+
+
+def _present(profile: DeviceProfile) -> int | None:
+    """Index of the present device that a profile describes; None for one that is not in the room."""
+    if os.environ.get(ENVIRONMENT_VARIABLE) == "0" or profile.device_type != "cuda" or not torch.cuda.is_available():
+        return None
+    index = torch.cuda.current_device()
+    return index if device_profile(torch.device("cuda", index)).digest() == profile.digest() else None
+
+
+def _load(path: Path) -> dict[str, Outcome] | None:
+    try:
+        return {name: Outcome(**found) for name, found in json.loads(path.read_text(encoding="utf-8")).items()}
+    except (OSError, ValueError, TypeError):  # not there, not readable, or cut off: probe again
+        return None
+
+
+def _store(path: Path, outcomes: Mapping[str, Outcome]) -> None:
+    """Published by renaming; a folder that cannot be written costs the next process the time."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+            json.dump({name: dataclasses.asdict(outcome) for name, outcome in outcomes.items()}, file)
+        os.replace(file.name, path)
+    except OSError:
+        return

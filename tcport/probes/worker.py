@@ -1,0 +1,32 @@
+"""The process that runs the probes: ``python -m tcport.probes.worker INDEX``.
+
+A process of its own: a kernel that faults takes the device context with it. One JSON line per finished probe, so that
+what was measured before a fault, or before time ran out, is kept.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+
+from tcport.probes.capabilities import CAPABILITIES
+from tcport.probes.self_tests import SELF_TESTS
+
+
+def main(index: int) -> None:
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    torch.manual_seed(0)
+    for name, run in {**SELF_TESTS, **CAPABILITIES}.items():
+        try:
+            answer = {"name": name, "ok": True, "detail": run(device)}
+        except Exception as error:  # noqa: BLE001 - whatever it raises is what the probe found
+            text = str(error).strip().splitlines()
+            answer = {"name": name, "ok": False, "detail": f"{type(error).__name__}: {text[0] if text else ''}"}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
