@@ -14,6 +14,7 @@ from torch.fx.experimental import _config as symbolic_config
 import tcport
 from tcport.kernels import decomposition
 from tcport.kernels.call import AttentionCall, WriteCall
+from tcport.testing import to_device
 
 T = TypeVar("T")
 
@@ -26,14 +27,12 @@ class Path:
         attention: takes the arguments of ``tcport.paged_attention`` by name; returns ``(out, lse)``.
         write: takes the arguments of ``tcport.kv_write``.
         compiles: a compiler runs for each new kind of input, so a test should try few of them.
-        device: where the arguments must lie.
     """
 
     name: str
     attention: Callable[..., tuple[Tensor, Tensor]]
     write: Callable[..., None]
     compiles: bool = False
-    device: str = "cpu"
 
     def some(self, inputs: Sequence[T], few: int = 1) -> Sequence[T]:
         """All inputs, or the first few where each of them is compiled."""
@@ -58,6 +57,22 @@ def _compiled(function: Callable[..., T], equal_sizes_may_part: bool) -> Callabl
     return call
 
 
+def _on_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same on a GPU, for arguments on the CPU: results come back, and so does what was written to an argument."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = {**{str(i): value for i, value in enumerate(args)}, **kwargs}
+        moved = to_device(given, "cuda")
+        result = function(*(moved[str(i)] for i in range(len(args))), **{name: moved[name] for name in kwargs})
+        if result is not None:
+            return tuple(tensor.cpu() for tensor in result)
+        for name in ("2", "3"):  # k_cache and v_cache
+            given[name].copy_(moved[name])
+        return None
+
+    return call
+
+
 def _attention(**arguments: Any) -> tuple[Tensor, Tensor]:
     return tcport.paged_attention(**arguments, return_lse=True)
 
@@ -78,3 +93,10 @@ PATHS = (
 
 COMPILED = Path("compiled", _compiled(_attention, True), _compiled(tcport.kv_write, False), compiles=True)
 """``torch.compile(backend="tcport")``; on a CPU that is the decomposition, lowered by Inductor."""
+
+GPU_PATHS = tuple(
+    dataclasses.replace(
+        path, name=f"{path.name} on a GPU", attention=_on_gpu(path.attention), write=_on_gpu(path.write)
+    )
+    for path in (*PATHS, COMPILED)
+)

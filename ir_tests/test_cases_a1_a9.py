@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_paths import COMPILED, PATHS, Path
+from attention_paths import COMPILED, GPU_PATHS, PATHS, Path
 from torch import Tensor
 
 from tcport.kernels import reference
@@ -19,15 +19,20 @@ from tcport.testing import Recipe, assert_close, build_batch
 HALF_AND_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.fixture(params=PATHS, ids=lambda path: path.name)
+@pytest.fixture(
+    params=[
+        *(pytest.param(path, id=path.name) for path in PATHS),
+        *(pytest.param(path, id=path.name, marks=pytest.mark.gpu) for path in GPU_PATHS),
+    ]
+)
 def path(request: pytest.FixtureRequest) -> Path:
-    """Every cheap path; :func:`test_compiled` takes the rest."""
+    """Every way to a result but the one that compiles for the CPU, which :func:`test_compiled` takes."""
     return request.param
 
 
 def check(path: Path, recipe: Recipe) -> None:
     batch = build_batch(recipe)
-    batch.check(*path.attention(**batch.to(path.device).arguments))
+    batch.check(*path.attention(**batch.arguments))
 
 
 def block_table(*rows: list[int]) -> Tensor:
@@ -78,7 +83,7 @@ class TestA2ZeroLengthSequences:
     @pytest.mark.parametrize("sinks", [False, True])
     @pytest.mark.parametrize("lens", [(0, 5, 0, 17), (0, 0, 0), (0,), ()])
     def test_decode(self, path: Path, lens: tuple[int, ...], sinks: bool) -> None:
-        batch = build_batch(Recipe(lens=lens, sinks=sinks)).to(path.device)
+        batch = build_batch(Recipe(lens=lens, sinks=sinks))
         out, lse = path.attention(**batch.arguments)
         batch.check(out, lse)
         for b, length in enumerate(lens):
@@ -87,7 +92,7 @@ class TestA2ZeroLengthSequences:
                 assert torch.equal(lse[b], batch.arguments["sinks"] if sinks else torch.full((4,), -torch.inf))
 
     def test_neighbours_are_as_they_are_alone(self, path: Path) -> None:
-        batch = build_batch(Recipe(lens=(0, 5, 0, 17))).to(path.device).arguments
+        batch = build_batch(Recipe(lens=(0, 5, 0, 17))).arguments
         alone = {**batch, **{name: batch[name][1::2] for name in ("query", "block_table", "seq_lens")}}
         assert_close(path.attention(**batch)[0][1::2], path.attention(**alone)[0])
 
@@ -98,7 +103,7 @@ class TestA2ZeroLengthSequences:
         check(path, Recipe(lens=lens, q_lens=q_lens))
 
     def test_no_tokens_and_no_pages(self, path: Path) -> None:
-        batch = build_batch(Recipe(lens=(0, 0), q_lens=(0, 0))).to(path.device).arguments
+        batch = build_batch(Recipe(lens=(0, 0), q_lens=(0, 0))).arguments
         batch = {**batch, "k_cache": batch["k_cache"][:0], "v_cache": batch["v_cache"][:0]}
         for arguments in (batch, {**batch, "block_table": batch["block_table"][:, :0]}):
             out, lse = path.attention(**arguments)
@@ -147,7 +152,7 @@ class TestA4OffsetsPast32Bits:
 
     def test_far_pages_equal_near_pages(self, path: Path) -> None:
         shape = (self.num_pages, self.page, self.num_kv_heads, self.dim)
-        cache = torch.empty(shape, dtype=torch.uint8, device=path.device).view(torch.float8_e4m3fn)
+        cache = torch.empty(shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
         assert cache.stride(0) * (self.num_pages - 2) >= 2**31
         query = torch.randn(2, self.num_kv_heads, self.dim, dtype=torch.bfloat16)
         key = torch.randn(100, self.num_kv_heads, self.dim)
@@ -198,7 +203,7 @@ class TestA7Strides:
                 storage_offset=storage_offset,
             )
             batch = build_batch(recipe)
-            arguments = batch.to(path.device).arguments
+            arguments = batch.arguments
             before = [(arguments[name].data_ptr(), arguments[name].stride()) for name in ("k_cache", "v_cache")]
             out, lse = path.attention(**arguments)
             batch.check(out, lse)

@@ -264,9 +264,11 @@ def test_sizes_left_open_are_not_fixed_by_the_checks(arguments: Arguments) -> No
 
 def test_a_postponed_refusal_leaves_a_plausible_result(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = attention(query=torch.randn(7, 5, 16))
-    monkeypatch.setattr(ops, "_postponed", lambda: True)
+    taken: list[TcportError] = []
+    monkeypatch.setattr(ops, "_take", lambda error: taken.append(error) is None)
     with FakeTensorMode() as mode:
         out, lse = tcport.paged_attention(**fake_arguments(arguments, mode, dynamic=False), return_lse=True)
     assert (out.shape, lse.shape) == ((7, 5, 12), (7, 5))
+    assert [type(error) for error in taken] == [HeadRatioError]
     with pytest.raises(HeadRatioError):
         tcport.paged_attention(**arguments)

@@ -58,6 +58,25 @@ def test_small_blocks_give_the_same_result(monkeypatch: pytest.MonkeyPatch, devi
         batch.check(*blocked.paged_attention(AttentionCall.of(**batch.arguments, return_lse=True)))
 
 
+@pytest.mark.parametrize("q_lens", [None, (3, 20, 1, 2)])
+def test_uncompiled_results_do_not_depend_on_the_batch(q_lens: tuple[int, ...] | None) -> None:
+    """To the bit: each sequence alone, and among others that are longer."""
+    recipe = Recipe(lens=(9, 70, 33, 2), q_lens=q_lens, query_dtype=torch.bfloat16, batch_invariant=True)
+    call = AttentionCall.of(**build_batch(recipe).arguments, return_lse=True)
+    out, lse = blocked.paged_attention(call)
+    for b, (start, end) in enumerate(zip(recipe.query_bounds, recipe.query_bounds[1:], strict=False)):
+        alone = dataclasses.replace(
+            call,
+            query=call.query[start:end],
+            block_table=call.block_table[b : b + 1],
+            seq_lens=call.seq_lens[b : b + 1],
+            cu_seqlens_q=None if q_lens is None else torch.tensor([0, end - start]),
+        )
+        out_alone, lse_alone = blocked.paged_attention(alone)
+        assert torch.equal(out[start:end], out_alone)
+        assert torch.equal(lse[start:end], lse_alone)
+
+
 class TestTracing:
     """One trace with open sizes serves every batch: no size is fixed, no value is read."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tcport.testing.batch import PagedBatch, build_batch
+from tcport.testing.batch import PagedBatch, build_batch, to_device
 from tcport.testing.closeness import assert_close, tolerance
 from tcport.testing.recipe import LAYOUTS, Recipe
 
@@ -23,6 +23,7 @@ __all__ = [
     "build_batch",
     "paged_batches",
     "recipes",
+    "to_device",
     "tolerance",
 ]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ class PagedBatch:
 
     def reference(self) -> tuple[Tensor, Tensor]:
         """The right ``out [T, Hq, Dv]`` and ``lse [T, Hq]``, in fp64 on the CPU."""
-        arguments = {name: _on("cpu")(value) for name, value in self.arguments.items()}
+        arguments = to_device(self.arguments, "cpu")
         del arguments["num_splits"], arguments["batch_invariant"]
         return reference.paged_attention(**arguments, compute_dtype=torch.float64)
 
@@ -54,8 +53,24 @@ class PagedBatch:
 
     def to(self, device: torch.device | str) -> PagedBatch:
         """The same batch on another device, with the same strides and the same sharing of storage."""
-        move = _on(device)
-        return PagedBatch(self.recipe, {name: move(value) for name, value in self.arguments.items()})
+        return PagedBatch(self.recipe, to_device(self.arguments, device))
+
+
+def to_device(arguments: dict[str, Any], device: torch.device | str) -> dict[str, Any]:
+    """Arguments with their tensors on another device: strides stay, and tensors that share a storage do so there."""
+    storages: dict[tuple[int, torch.dtype], Tensor] = {}  # the dtype, because all empty storages lie at address 0
+
+    def move(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.device == torch.device(device):
+            return value
+        storage = value.untyped_storage()
+        key = (storage.data_ptr(), value.dtype)
+        if key not in storages:
+            size = storage.nbytes() // value.element_size()
+            storages[key] = value.as_strided((size,), (1,), 0).to(device)
+        return storages[key].as_strided(value.shape, value.stride(), value.storage_offset())
+
+    return {name: move(value) for name, value in arguments.items()}
 
 
 def build_batch(recipe: Recipe) -> PagedBatch:
@@ -187,20 +202,3 @@ def _mask(recipe: Recipe, random: torch.Generator) -> Tensor | None:
     mask = torch.rand(recipe.num_tokens, recipe.mask_columns, generator=random) < 2 / 3
     mask[4::5] = False
     return mask
-
-
-def _on(device: torch.device | str) -> Callable[[Any], Any]:
-    """Moves tensors to a device one after the other; those that share a storage share one there."""
-    storages: dict[tuple[int, torch.dtype], Tensor] = {}  # the dtype, because all empty storages lie at address 0
-
-    def move(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.device == torch.device(device):
-            return value
-        storage = value.untyped_storage()
-        key = (storage.data_ptr(), value.dtype)
-        if key not in storages:
-            size = storage.nbytes() // value.element_size()
-            storages[key] = value.as_strided((size,), (1,), 0).to(device)
-        return storages[key].as_strided(value.shape, value.stride(), value.storage_offset())
-
-    return move
