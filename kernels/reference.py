@@ -72,7 +72,7 @@ def paged_attention(
     num_tokens, num_q_heads, head_dim = query.shape
     num_kv_heads, v_dim = v_cache.shape[2], v_cache.shape[3]
     group = num_q_heads // num_kv_heads
-    scale = head_dim**-0.5 if scale is None else scale
+    logit_scale = head_dim**-0.5 if scale is None else scale
 
     out = torch.zeros(num_tokens, num_q_heads, v_dim, dtype=compute_dtype, device=query.device)
     lse = torch.full((num_tokens, num_q_heads), -torch.inf, dtype=compute_dtype, device=query.device)
@@ -102,7 +102,7 @@ def paged_attention(
 
         key = _gather(k_cache, k_scale, block_table[b], live, compute_dtype).repeat_interleave(group, dim=1)
         value = _gather(v_cache, v_scale, block_table[b], live, compute_dtype).repeat_interleave(group, dim=1)
-        logits = torch.einsum("qhd,khd->hqk", query[rows].to(compute_dtype), key) * scale
+        logits = torch.einsum("qhd,khd->hqk", query[rows].to(compute_dtype), key) * logit_scale
         if softcap:
             logits = softcap * torch.tanh(logits / softcap)
         if alibi_slopes is not None:

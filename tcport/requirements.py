@@ -48,12 +48,12 @@ def require_dtype(name: str, tensor: Tensor, allowed: tuple[torch.dtype, ...], r
 
 def require_one_device(**tensors: Tensor | None) -> None:
     given = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
-    if len(set(given.values())) > 1:
+    first, device = next(iter(given.items()))
+    if any(other != device for other in given.values()):
         places = ", ".join(f"{name} on {device}" for name, device in given.items())
-        first = next(iter(given))
         raise DeviceMismatchError(
             f"The tensors of one call must lie on one device, and these do not: {places}.",
-            f"Move them to the device of {first}, {given[first]}.",
+            f"Move them to the device of {first}, {device}.",
         )
 
 
