@@ -29,6 +29,8 @@ LAYERS = {
     "tcport.graph_pass": 1,
     "tcport.graph_facts": 1,
     "tcport.effects": 1,
+    "tcport.functional_write": 1,
+    "tcport.fused_ops": 1,
     "tcport.pass_manager": 1,
     "tcport.pass_checks": 1,
     "tcport.pass_dump": 1,

@@ -87,6 +87,50 @@ class WriteCall:
 
 
 @dataclasses.dataclass(frozen=True)
+class WriteAndAttendCall:
+    """The arguments of ``tcport::write_and_attend``: a cache write, and the attention over the same cache after it."""
+
+    write: WriteCall
+    attend: AttentionCall
+
+    @property
+    def k_cache(self) -> Tensor:
+        """The cache of keys, which both halves name."""
+        return self.attend.k_cache
+
+    @property
+    def v_cache(self) -> Tensor:
+        """The cache of values, which both halves name."""
+        return self.attend.v_cache
+
+    @classmethod
+    def of(cls, *args: Any, **options: Any) -> WriteAndAttendCall:
+        """The call behind the operator's own arguments."""
+        write, attend = cls.halves(*args, **options)
+        return cls(WriteCall.of(**write), AttentionCall.of(**attend))
+
+    @staticmethod
+    def halves(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        cu_seqlens_q: Tensor | None = None,
+        **options: Any,
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The operator's arguments as those of ``kv_write`` and those of ``paged_attention``."""
+        shared = {"k_cache": k_cache, "v_cache": v_cache}
+        scales = {name: options.get(name) for name in ("k_scale", "v_scale")}
+        write = {"key": key, "value": value, **shared, "slot_mapping": slot_mapping, **scales}
+        tables = {"block_table": block_table, "seq_lens": seq_lens, "cu_seqlens_q": cu_seqlens_q}
+        return write, {"query": query, **shared, **tables, **options}
+
+
+@dataclasses.dataclass(frozen=True)
 class MergeCall:
     """The arguments of ``tcport::merge_states``; shapes and meanings in :mod:`tcport.kernels.reference`."""
 

@@ -3,41 +3,53 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.fx
 
+from tcport import fused_ops as fused_ops  # defines write_and_attend
 from tcport.device import DeviceProfile
-from tcport.kernels.call import AttentionCall, MergeCall, WriteCall
+from tcport.functional_write import FunctionalWrite
+from tcport.kernels.call import AttentionCall, MergeCall, WriteAndAttendCall, WriteCall
 from tcport.lowering.candidate import Selection
-from tcport.lowering.registry import select
-from tcport.lowering.spec import attention_spec, merge_spec, write_spec
+from tcport.lowering.foreign import ForeignCall, foreign_spec, overload_of
+from tcport.lowering.registry import registered_operators, select
+from tcport.lowering.spec import attention_spec, merge_spec, write_and_attend_spec, write_spec
+from tcport.lowering.write_and_attend import select_both
 
 
 @dataclasses.dataclass(frozen=True)
 class Operator:
-    """An operator of the namespace ``tcport``.
+    """An operator that tcport lowers.
 
     Attributes:
-        name: its name within the namespace.
+        name: its name within the namespace ``tcport``, or ``"namespace::name"`` where it belongs to another library.
         call: from the operator's own arguments to the bundle that kernels take.
         spec: from that bundle to the facts that choose a kernel.
+        chain: from those facts and a device to the chain of kernels; None: the registered lowerings of this operator.
     """
 
     name: str
     call: Callable[..., Any]
     spec: Callable[[Any], Any]
+    chain: Callable[..., Selection] | None = None
 
     def caches(self, call: Any) -> list[torch.Tensor]:
         """The KV caches a call reads or writes, which no generated code may copy."""
         return [getattr(call, name) for name in ("k_cache", "v_cache") if hasattr(call, name)]
 
+    def select(self, spec: Any, profile: DeviceProfile, kernel: str | None) -> Selection:
+        """The chain of kernels; arguments and errors as :func:`tcport.lowering.registry.select`."""
+        if self.chain is not None:
+            return self.chain(spec, profile, kernel=kernel)
+        return select(self.name, spec, profile, kernel=kernel)
+
     @property
     def overload(self) -> Any:
-        """``torch.ops.tcport.<name>.default``."""
-        return getattr(torch.ops.tcport, self.name).default
+        """The overload that graph nodes call."""
+        return overload_of(self.name if "::" in self.name else f"tcport::{self.name}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,15 +64,24 @@ class NodeChoice:
 
 PAGED_ATTENTION = Operator("paged_attention", AttentionCall.of, attention_spec)
 KV_WRITE = Operator("kv_write", WriteCall.of, write_spec)
+WRITE_AND_ATTEND = Operator("write_and_attend", WriteAndAttendCall.of, write_and_attend_spec, select_both)
 MERGE_STATES = Operator("merge_states", MergeCall.of, merge_spec)
-OPERATORS = (PAGED_ATTENTION, KV_WRITE, MERGE_STATES)
+OPERATORS = (PAGED_ATTENTION, KV_WRITE, WRITE_AND_ATTEND, MERGE_STATES)
+
+
+def all_operators() -> tuple[Operator, ...]:
+    """tcport's own operators, and those of other libraries that a lowering is registered for."""
+    foreign = (name for name in registered_operators() if "::" in name)
+    return (*OPERATORS, *(Operator(name, ForeignCall.of, foreign_spec) for name in foreign))
 
 
 def operator_of(node: torch.fx.Node) -> Operator | None:
-    """The operator a graph node calls, if it is one of tcport's."""
+    """The operator a graph node calls, in place or functionally, if there are lowerings for it."""
     if node.op != "call_function":
         return None
-    return next((operator for operator in OPERATORS if node.target is operator.overload), None)
+    write = FunctionalWrite.of(node)
+    target = write.op if write is not None else node.target
+    return next((operator for operator in all_operators() if target is operator.overload), None)
 
 
 def choose(operator: Operator, call: Any, profile: DeviceProfile, kernel: str | None = None) -> NodeChoice:
@@ -73,15 +94,30 @@ def choose(operator: Operator, call: Any, profile: DeviceProfile, kernel: str | 
         OptionError, NoCandidateError: see :func:`tcport.lowering.registry.select`.
     """
     spec = operator.spec(call)
-    return NodeChoice(operator, spec, select(operator.name, spec, profile, kernel=kernel), profile)
+    return NodeChoice(operator, spec, operator.select(spec, profile, kernel), profile)
 
 
 def call_of_node(operator: Operator, node: torch.fx.Node, value: str = "val") -> Any:
     """The call a node makes, on the fake tensors that its inputs' ``meta`` holds under the name ``value``."""
+    write = FunctionalWrite.of(node)
+    if write is not None:
+        return operator.call(**write.call_values())
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta[value])
     return operator.call(*args, **kwargs)
 
 
 def device_of(call: Any) -> torch.device:
     """The device the tensors of a call lie on."""
-    return next(value.device for value in vars(call).values() if isinstance(value, torch.Tensor))
+    return next(_tensors(call)).device
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif dataclasses.is_dataclass(value):
+        yield from _tensors(tuple(vars(value).values()))
+    elif isinstance(value, dict):
+        yield from _tensors(tuple(value.values()))
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import fnmatch
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from tcport.device import DeviceProfile
@@ -105,6 +106,29 @@ def unregister_lowering(op: str, name: str) -> None:
     global _generation
     _generation += 1
     _ROWS[:] = [row for row in _ROWS if (row.op, row.name) != (op, name)]
+
+
+def registered_operators() -> tuple[str, ...]:
+    """The names of the operators that have lowerings, each once."""
+    return tuple(dict.fromkeys(row.op for row in _ROWS))
+
+
+def all_rows() -> tuple[Row, ...]:
+    """Every registered lowering."""
+    return tuple(_ROWS)
+
+
+@contextlib.contextmanager
+def replaced(row: Row, other: Row) -> Iterator[None]:
+    """Another row in the place of one, for the length of a ``with`` block."""
+    place = _ROWS.index(row)
+    _ROWS[place] = other
+    touch()
+    try:
+        yield
+    finally:
+        _ROWS[_ROWS.index(other)] = row
+        touch()
 
 
 def touch() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tcport.ir import AttentionSpec, Dim, KVLayout
-from tcport.kernels.call import AttentionCall, MergeCall, WriteCall
+from tcport.kernels.call import AttentionCall, MergeCall, WriteAndAttendCall, WriteCall
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +25,14 @@ class WriteSpec:
     k_layout: KVLayout
     v_layout: KVLayout
     kv_scales: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class WriteAndAttendSpec:
+    """A cache write and the attention after it."""
+
+    write: WriteSpec
+    attend: AttentionSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +91,11 @@ def write_spec(call: WriteCall) -> WriteSpec:
     )
 
 
+def write_and_attend_spec(call: WriteAndAttendCall) -> WriteAndAttendSpec:
+    """The specs of both halves."""
+    return WriteAndAttendSpec(write_spec(call.write), attention_spec(call.attend))
+
+
 def merge_spec(call: MergeCall) -> MergeSpec:
     """The spec of a merge on real or fake tensors."""
     tokens, heads, head_dim = call.out_a.shape
@@ -115,4 +128,6 @@ def compiled_facts(spec: object) -> str:
         if isinstance(value, KVLayout):
             strides = {k: v if isinstance(v, int) else None for k, v in dataclasses.asdict(value).items()}
             closed[name] = tuple(strides.values())
+        elif dataclasses.is_dataclass(value):
+            closed[name] = compiled_facts(value)
     return repr(tuple(closed.items()))

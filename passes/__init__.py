@@ -1,3 +1,3 @@
 """Graph passes of tcport: one pass, one file."""
 
-from tcport.passes import select_tiles  # noqa: F401  (importing it registers the pass)
+from tcport.passes import merge_kv_write, select_tiles, write_in_place  # noqa: F401  (importing them registers the passes)

@@ -5,7 +5,8 @@ Rules:
        its spec and the kernels that take it, best first. A pass that runs ``after=("select_tiles",)`` may replace it.
     2. Nothing else changes.
 
-A mutating operator is still wrapped for functionalisation at this stage; its choice is made when it is lowered.
+A mutating operator has its functional form at this stage; where Inductor makes the operator itself of it, without its
+metadata, the choice is made again when it is lowered.
 
 Requires: nodes carry ``meta["val"]``. Ensures: nodes of functional tcport operators carry ``meta["tcport"]``.
 """
@@ -14,11 +15,12 @@ from __future__ import annotations
 
 import torch.fx
 
+from tcport.graph_facts import has_values, tiles_chosen
 from tcport.graph_pass import PassContext, register_pass
 from tcport.lowering.operators import call_of_node, choose, device_of, operator_of
 
 
-@register_pass(name="select_tiles")
+@register_pass(name="select_tiles", requires=(has_values,), ensures=(tiles_chosen,))
 def select_tiles(graph: torch.fx.Graph, ctx: PassContext) -> int:
     """Annotate the nodes of tcport's operators; returns how many there were."""
     matches = 0

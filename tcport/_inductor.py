@@ -16,6 +16,7 @@ import torch
 import torch.fx
 from torch._dynamo.exc import RestartAnalysis, ShortenTraceback, SkipFrame
 from torch._dynamo.utils import counters
+from torch._functorch.aot_autograd import make_boxed_func
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import config, ir
 from torch._inductor.async_compile import AsyncCompile
@@ -92,6 +93,27 @@ def compile_graph(
         patches[slot] = _Pipeline(pipeline, identity, _user_passes(patches, slot), slot == _LAST_SLOT)
     with _installed(emitters, audit):
         return compile_fx(gm, list(example_inputs), config_patches=patches)  # type: ignore[arg-type]
+
+
+def interpret_graph(
+    gm: torch.fx.GraphModule, example_inputs: Sequence[Any], rewrite: Callable[[torch.fx.GraphModule], None]
+) -> Callable[..., Any]:
+    """A Dynamo graph as its functional ATen graph, run operation by operation: everything but Inductor's code.
+
+    Args:
+        rewrite: given the functional graph before it runs; its nodes carry ``meta["val"]``.
+
+    Returns:
+        A callable with the signature of ``gm``.
+    """
+
+    def interpret(functional: torch.fx.GraphModule, inputs: Sequence[Any], **unused: Any) -> Callable[..., Any]:
+        rewrite(functional)
+        functional.recompile()
+        return make_boxed_func(functional.forward)
+
+    patches = {"force_disable_caches": True}
+    return compile_fx(gm, list(example_inputs), inner_compile=interpret, config_patches=patches)  # type: ignore[arg-type]
 
 
 def mode_patches(mode: str) -> dict[str, Any]:

@@ -13,12 +13,13 @@ from tcport import _inductor, passes, quarantine  # noqa: F401  (passes register
 from tcport.bundle.store import bundles
 from tcport.chain import screened, step_down, survivors
 from tcport.describe import node_report
-from tcport.device import device_profile
+from tcport.device import DeviceProfile, device_profile
 from tcport.emission import Emitted
 from tcport.fingerprint import fingerprint
+from tcport.functional_write import memory_of
 from tcport.graph_pass import STAGES, PassContext, Stage
-from tcport.lowering.operators import OPERATORS, Operator, call_of_node, choose, device_of
-from tcport.lowering.registry import rows
+from tcport.lowering.operators import Operator, all_operators, call_of_node, choose, device_of
+from tcport.lowering.registry import registered_operators, rows
 from tcport.lowering.spec import dim
 from tcport.options import Options
 from tcport.pass_manager import active_passes, run_passes
@@ -97,7 +98,7 @@ class Attempt:
         devices = {value.device for value in example_inputs if isinstance(value, torch.Tensor)}
         profiles = sorted(device_profile(device).digest() for device in devices)
         own_passes = [p.identity() for stage in STAGES for p in active_passes(self.options, stage)]
-        lowerings = [row.identity() for operator in OPERATORS for row in rows(operator.name)]
+        lowerings = [row.identity() for name in registered_operators() for row in rows(name)]
         prebuilt = [(str(bundle.folder), bundle.digest()) for bundle in bundles()[0]]
         own_options = dataclasses.replace(self.options, inductor=())
         return fingerprint([own_options, profiles, own_passes, lowerings, prebuilt, quarantine.keys()])
@@ -106,7 +107,7 @@ class Attempt:
         if self.options.debug:
             self.report.note("debug: operators are called, checked and poisoned, instead of being lowered")
             return {}
-        return {op.overload: lambda node, op=op: self._emit(op, node) for op in OPERATORS}
+        return {op.overload: lambda node, op=op: self._emit(op, node) for op in all_operators()}
 
     def _emit(self, operator: Operator, node: torch.fx.Node) -> _inductor.Emission:
         call = call_of_node(operator, node)
@@ -118,6 +119,7 @@ class Attempt:
         self.emitted.append(emitted)
         self.report.nodes.append(node_report(node, choice))
         self._cache_sizes |= {dim(cache.numel()) for cache in operator.caches(call)}
+        self._cache_sizes |= {dim(base.numel()) for base in _bases_of_caches(operator, node)}
 
         def run(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -137,14 +139,32 @@ class Attempt:
                 self.report.clones.append(CacheClone(buffer.name, buffer.bytes, origin))
 
 
-def run_stage(graph: torch.fx.Graph, stage: Stage, options: Options, report: GraphReport) -> None:
+def run_stage(
+    graph: torch.fx.Graph,
+    stage: Stage,
+    options: Options,
+    report: GraphReport,
+    profile: Callable[[torch.device], DeviceProfile] = device_profile,
+) -> None:
     """Run the passes of one stage on a graph, and add their reports.
+
+    Args:
+        profile: the facts of a device; another function pretends another device.
 
     Raises:
         OptionError, PassOrderError, PassError: see :func:`tcport.pass_manager.run_passes`.
     """
-    context = PassContext(options, device_profile)
+    context = PassContext(options, profile)
     report.passes += run_passes(graph, active_passes(options, stage), context, spent=len(report.passes))
+
+
+def _bases_of_caches(operator: Operator, node: torch.fx.Node) -> list[torch.Tensor]:
+    """The tensors that the caches of a node are views of, a pool of layers for instance."""
+    names = [argument.name for argument in operator.overload._schema.arguments]
+    arguments = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    given = [arguments.get(name) for name in ("k_cache", "v_cache")]
+    values = [memory_of(cache).meta.get("val") for cache in given if isinstance(cache, torch.fx.Node)]
+    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 def _is_copy(node: torch.fx.Node) -> bool:

@@ -14,7 +14,7 @@ from tcport.failures import cause_of, class_name, details, first_line, raise_if_
 from tcport.logs import logger
 from tcport.lowering.candidate import Candidate
 from tcport.lowering.operators import NodeChoice, Operator, device_of
-from tcport.lowering.registry import generation, select
+from tcport.lowering.registry import generation
 from tcport.probes import trusted
 from tcport.report import Cause, FallbackReason
 
@@ -138,8 +138,7 @@ def _choice(
     operator: Operator, spec: Any, profile: DeviceProfile, kernel: str | None, strict: bool, generation: int
 ) -> NodeChoice:
     settle_cache_folders()
-    selection = select(operator.name, spec, profile, kernel=kernel)
-    return screened(NodeChoice(operator, spec, selection, profile), strict=strict)
+    return screened(NodeChoice(operator, spec, operator.select(spec, profile, kernel), profile), strict=strict)
 
 
 def _launch(kernel: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What ``tcport::paged_attention`` and ``tcport::kv_write`` run when they are called outside compiled code."""
+"""What tcport's operators run when they are called outside compiled code."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from tcport import chain, checks, debug, ops
-from tcport.lowering.operators import KV_WRITE, PAGED_ATTENTION
+from tcport.fused_ops import check_write_and_attend
+from tcport.lowering.operators import KV_WRITE, PAGED_ATTENTION, WRITE_AND_ATTEND
 
 
 def _paged_attention(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
@@ -30,5 +31,13 @@ def _kv_write(*args: Any, **options: Any) -> None:
         chain.run(KV_WRITE, call)
 
 
+def _write_and_attend(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    check_write_and_attend(*args, **options)
+    call = WRITE_AND_ATTEND.call(*args, **options)
+    chain.run(KV_WRITE, call.write)
+    return chain.run(PAGED_ATTENTION, call.attend)
+
+
 ops.LIBRARY.impl("paged_attention", _paged_attention, "CompositeExplicitAutograd")
 ops.LIBRARY.impl("kv_write", _kv_write, "CompositeExplicitAutograd")
+ops.LIBRARY.impl("write_and_attend", _write_and_attend, "CompositeExplicitAutograd")

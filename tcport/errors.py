@@ -122,3 +122,7 @@ class EffectError(PassError):
 
 class NodeValueError(PassError):
     """A graph pass left a node or an output with another shape, stride, dtype or device than its operator gives."""
+
+
+class LoweringRegistrationError(TcportError, ValueError):
+    """A lowering cannot be registered: no such operator, or it does not agree with the operator's reference."""

@@ -21,7 +21,7 @@ LIBRARY = torch.library.Library("tcport", "DEF")
 
 # flexible_layout: the kernels follow whatever strides they get, so Inductor must never copy an input (a cache least of
 # all) to give it others.
-_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
+TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 
 _AUTOCAST_DEVICES = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "xpu": "AutocastXPU"}
 
@@ -218,7 +218,7 @@ _DEFINED: dict[str, tuple[str, Callable[..., Any]]] = {}
 
 def _define(name: str, arguments: str, fake: Callable[..., Any]) -> None:
     _DEFINED[name] = (arguments, fake)
-    LIBRARY.define(f"{name}{arguments}", tags=_TAGS)
+    LIBRARY.define(f"{name}{arguments}", tags=TAGS)
     torch.library.register_fake(f"tcport::{name}", fake, lib=LIBRARY)
 
 
@@ -283,6 +283,6 @@ LIBRARY.impl("merge_states", _merge_states, "CompositeExplicitAutograd")
 LIBRARY.impl("kv_write", torch.library.fallthrough_kernel, "Autograd")
 for _device_type, _key in _AUTOCAST_DEVICES.items():
     LIBRARY.impl("paged_attention", _autocast_kernel(_device_type), _key)
-define_refusal(LIBRARY, _TAGS)
+define_refusal(LIBRARY, TAGS)
 forbid_backward(LIBRARY, "paged_attention")
 forbid_backward(LIBRARY, "merge_states")

@@ -117,8 +117,8 @@ def _check_effects(graph: torch.fx.Graph, before: Snapshot, name: str, ctx: Pass
                 "Keep it and the use of its results, or say with ctx.merged(old, new) which node carries its effect "
                 "now.",
             )
-        if not (writes_in_place(node) and writes_in_place(carrier)):
-            continue  # a functional write is ordered by the use of its results
+        if carrier is not node or not writes_in_place(node):
+            continue  # a functional write is ordered by the use of its results, a merged one by whoever merged it
         if place[carrier] < last:
             raise EffectError(
                 f"Pass {name!r} moved the node {carrier.name!r} ({carrier.target}) ahead of an earlier write.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,10 +25,23 @@ def derive(node: torch.fx.Node, key: str = "val") -> Any:
     if node.op == "call_function" and not _is_derivable(node):
         return None
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta[key])
-    with _fake_mode(node.graph, key):
+    with fake_mode(node.graph, key):
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+@contextlib.contextmanager
+def fake_mode(graph: torch.fx.Graph, key: str = "val") -> Iterator[None]:
+    """The mode the graph's fake tensors live in; new data-dependent sizes made in it belong to nobody."""
+    values = (node.meta.get(key) for node in graph.nodes)
+    mode = next((value.fake_mode for value in values if hasattr(value, "fake_mode")), None)
+    if mode is None:
+        yield
+        return
+    fresh = contextlib.nullcontext() if mode.shape_env is None else mode.shape_env.ignore_fresh_unbacked_symbols()
+    with torch.no_grad(), mode, fresh:
+        yield
 
 
 def agree(stated: Any, derived: Any) -> bool:
@@ -78,16 +92,3 @@ def _same_size(a: Any, b: Any) -> bool:
 
 def _is(size: Any, number: int) -> bool:
     return isinstance(size, int) and size == number
-
-
-@contextlib.contextmanager
-def _fake_mode(graph: torch.fx.Graph, key: str) -> Any:
-    """The mode the graph's fake tensors live in; new data-dependent sizes made in it belong to nobody."""
-    values = (node.meta.get(key) for node in graph.nodes)
-    mode = next((value.fake_mode for value in values if hasattr(value, "fake_mode")), None)
-    if mode is None:
-        yield
-        return
-    fresh = contextlib.nullcontext() if mode.shape_env is None else mode.shape_env.ignore_fresh_unbacked_symbols()
-    with torch.no_grad(), mode, fresh:
-        yield

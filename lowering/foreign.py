@@ -1,0 +1,75 @@
+"""Operators of other libraries as lowerings see them: their arguments by name, and the facts of these arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from tcport.errors import LoweringRegistrationError
+from tcport.ir import Dim
+from tcport.lowering.spec import dim, dtype_name
+
+
+@dataclasses.dataclass(frozen=True)
+class ForeignCall:
+    """A call of an operator: what its kernels' ``run(call, launch)`` takes.
+
+    Attributes:
+        args: the positional arguments. kwargs: the arguments given by name.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @classmethod
+    def of(cls, *args: Any, **kwargs: Any) -> ForeignCall:
+        """The call behind an operator's own arguments."""
+        return cls(args, kwargs)
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorFacts:
+    """A tensor reduced to what may choose a kernel; sizes and strides may be symbolic."""
+
+    shape: tuple[Dim, ...]
+    strides: tuple[Dim, ...]
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ForeignSpec:
+    """A call reduced to what may choose a kernel: facts in the place of tensors, everything else as it is."""
+
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+
+
+def foreign_spec(call: ForeignCall) -> ForeignSpec:
+    """The spec of a call on real or fake tensors."""
+    return ForeignSpec(tuple(map(_facts, call.args)), tuple((name, _facts(v)) for name, v in call.kwargs.items()))
+
+
+def overload_of(name: str) -> Any:
+    """The default overload of ``"namespace::name"``.
+
+    Raises:
+        LoweringRegistrationError: there is no such operator.
+    """
+    namespace, _, operator = name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), operator, None)
+    if packet is None or not hasattr(packet, "default"):
+        raise LoweringRegistrationError(
+            f"There is no operator {name!r}.", "Define it with torch.library first, or import the module that does."
+        )
+    return packet.default
+
+
+def _facts(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        sizes, strides = tuple(map(dim, value.shape)), tuple(map(dim, value.stride()))
+        return TensorFacts(sizes, strides, dtype_name(value.dtype))
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_facts, value))
+    return dim(value) if isinstance(value, torch.SymInt) else value

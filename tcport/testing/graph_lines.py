@@ -1,0 +1,76 @@
+"""``assert_graph``: what a graph must look like, in lines of the form that LLVM's FileCheck reads."""
+
+from __future__ import annotations
+
+import re
+
+import torch.fx
+
+_DIRECTIVE = re.compile(r"^\s*(?:#|//)?\s*CHECK(-NEXT|-NOT|-COUNT-(\d+))?:\s?(.*?)\s*$")
+
+
+def assert_graph(graph: torch.fx.GraphModule | torch.fx.Graph, checks: str) -> None:
+    """Fail unless the lines of a graph meet the checks, in order.
+
+    Each line of ``checks`` is one of these; in a pattern, ``{{...}}`` holds a regular expression, ``[[NAME:regex]]``
+    binds a name, and ``[[NAME]]`` is the text that was bound. Runs of blanks match runs of blanks.
+
+    * ``CHECK: pattern``: some line after the last match.
+    * ``CHECK-NEXT: pattern``: the line right after it.
+    * ``CHECK-NOT: pattern``: no line between the matches around it.
+    * ``CHECK-COUNT-3: pattern``: that many lines, in order.
+
+    Args:
+        graph: each of its nodes is a line, as ``torch.fx.Node.format_node`` prints it.
+        checks: the text; lines without a directive are comments.
+
+    Raises:
+        AssertionError: names the check that fails and shows the graph, with a mark where the search began.
+        ValueError: there is no directive in ``checks``.
+    """
+    graph = graph.graph if isinstance(graph, torch.fx.GraphModule) else graph
+    lines = [line for node in graph.nodes if (line := node.format_node()) is not None]
+    directives = [match for line in checks.splitlines() if (match := _DIRECTIVE.match(line))]
+    if not directives:
+        raise ValueError("there is no CHECK line in the checks")
+    at, bound, forbidden = 0, {}, []
+    for directive in directives:
+        kind, count, pattern = directive.groups()
+        if kind == "-NOT":
+            forbidden.append(pattern)
+            continue
+        for _ in range(int(count or 1)):
+            reach = lines[at : at + 1] if kind == "-NEXT" else lines[at:]
+            found = next((n for n, line in enumerate(reach) if _search(pattern, line, bound)), None)
+            if found is None:
+                _fail(f"CHECK{kind or ''}: {pattern}", "is not met", lines, at)
+            _check_absent(forbidden, lines, at, at + found, bound)
+            bound.update(_search(pattern, lines[at + found], bound).groupdict())  # type: ignore[union-attr]
+            at, forbidden = at + found + 1, []
+    _check_absent(forbidden, lines, at, len(lines), bound)
+
+
+def _check_absent(patterns: list[str], lines: list[str], start: int, stop: int, bound: dict[str, str]) -> None:
+    for pattern in patterns:
+        for number in range(start, stop):
+            if _search(pattern, lines[number], bound):
+                _fail(f"CHECK-NOT: {pattern}", "is met", lines, number)
+
+
+def _search(pattern: str, line: str, bound: dict[str, str]) -> re.Match[str] | None:
+    parts = re.split(r"(\{\{.*?\}\}|\[\[\w+(?::.*?)?\]\])", pattern)
+    text = ""
+    for part in parts:
+        if part.startswith("{{"):
+            text += f"(?:{part[2:-2]})"
+        elif part.startswith("[["):
+            name, _, expression = part[2:-2].partition(":")
+            text += f"(?P<{name}>{expression})" if expression else re.escape(bound.get(name, f"[[{name}]]"))
+        else:
+            text += r"\s+".join(map(re.escape, re.split(r"\s+", part)))
+    return re.search(text, line)
+
+
+def _fail(check: str, what: str, lines: list[str], at: int) -> None:
+    shown = "\n".join(f"{'->' if number == at else '  '} {line}" for number, line in enumerate(lines))
+    raise AssertionError(f"{check!r} {what} from the marked line on:\n{shown}")
