@@ -79,15 +79,16 @@ def test_at_most_two_compiles_for_any_batch_of_two_or_more() -> None:
 def test_explain_names_kernels_rejections_and_copies() -> None:
     report = tcport.explain(attend, *batch(3))
     assert [(n.op, n.kernel, n.tier) for n in report.nodes] == [
-        ("paged_attention", "torch_attention", "torch"),
+        ("write_and_attend", "torch_write+torch_attention", "torch"),
     ]
     reasons = {r.kernel: r.reason for n in report.nodes for r in n.rejected}
     assert reasons["triton_decode"] == "Triton has no CPU target"
     assert report.clones == []
-    assert [(p.name, p.matches) for p in report.graphs[0].passes] == [("select_tiles", 1)]
-    assert json.loads(json.dumps(report.to_dict()))["graphs"][0]["nodes"][1]["kernel"] == "torch_attention"
+    passes = [("merge_kv_write", 1), ("select_tiles", 1), ("write_in_place", 1)]
+    assert [(p.name, p.matches) for p in report.graphs[0].passes] == passes
+    assert json.loads(json.dumps(report.to_dict()))["graphs"][0]["nodes"][0]["kernel"] == "torch_write+torch_attention"
     text = str(report)
-    assert "paged_attention -> torch_attention [torch]" in text
+    assert "write_and_attend -> torch_write+torch_attention [torch]" in text
     assert "no cache-sized copies" in text
 
 
@@ -160,7 +161,9 @@ def test_a_users_pass_runs_and_a_broken_one_is_named() -> None:
     with tcport.registered_pass(count_relus, name="count_relus", after=("select_tiles",)):
         report = tcport.explain(attend, *batch(2))
     assert seen == [1]
-    assert [(p.name, p.matches) for p in report.graphs[0].passes] == [("select_tiles", 1), ("count_relus", 1)]
+    matches = {p.name: p.matches for p in report.graphs[0].passes}
+    assert list(matches)[-2:] == ["count_relus", "write_in_place"]
+    assert matches["count_relus"] == 1
     with tcport.registered_pass(broken, name="broken"), pytest.raises(PassError, match="'broken' raised ValueError"):
         tcport.explain(attend, *batch(2))
 
@@ -208,7 +211,8 @@ def test_a_model_in_plain_pytorch_is_found_and_rewritten(level: str) -> None:
     assert report is not None
     graph = report.graphs[0]
     assert sorted(f.detail.partition(";")[0] for f in graph.found) == ["kv_write", "paged_attention"]
-    assert sorted(n.op for n in graph.nodes) == ["kv_write", "paged_attention"]
+    merged = ["kv_write", "paged_attention"] if level == "attention" else ["write_and_attend"]
+    assert sorted(n.op for n in graph.nodes) == merged
     assert graph.left_alone == []
     assert "found sdpa: paged_attention" in str(report)
 

@@ -56,7 +56,7 @@ def test_decode_for_every_batch_compiles_at_most_twice(dtype: torch.dtype) -> No
             assert torch.equal(args[3].cpu(), k_cache)
     assert len(report.graphs) <= 2
     for graph in report.graphs:
-        assert [(n.kernel, n.tier) for n in graph.nodes] == [("triton_write", "tuned"), ("triton_decode", "tuned")]
+        assert [(n.kernel, n.tier) for n in graph.nodes] == [("triton_write+triton_decode", "tuned")]
         assert graph.clones == []
         assert graph.fallbacks == []
         code = [line for line in graph.source.splitlines() if not line.lstrip().startswith("#")]
@@ -129,6 +129,6 @@ def test_a_kernel_that_does_not_build_steps_down_with_a_record(monkeypatch: pyte
     args = batch(5, torch.float32)
     out, _ = expected(args)
     report = tcport.explain(decode, *args)
-    assert report.nodes[-1].kernel == "torch_attention"
+    assert report.nodes[-1].kernel == "torch_write+torch_attention"
     assert "ptxas fatal: injected" in report.graphs[0].fallbacks[0].message
     torch.testing.assert_close(tcport.paged_attention(args[0] * 0.5, *args[3:7]).cpu(), out, rtol=0, atol=1e-4)

@@ -98,14 +98,7 @@ def compile_graph(
 def interpret_graph(
     gm: torch.fx.GraphModule, example_inputs: Sequence[Any], rewrite: Callable[[torch.fx.GraphModule], None]
 ) -> Callable[..., Any]:
-    """A Dynamo graph as its functional ATen graph, run operation by operation: everything but Inductor's code.
-
-    Args:
-        rewrite: given the functional graph before it runs; its nodes carry ``meta["val"]``.
-
-    Returns:
-        A callable with the signature of ``gm``.
-    """
+    """A Dynamo graph as its functional ATen graph, given to ``rewrite`` and then run operation by operation."""
 
     def interpret(functional: torch.fx.GraphModule, inputs: Sequence[Any], **unused: Any) -> Callable[..., Any]:
         rewrite(functional)

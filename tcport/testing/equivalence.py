@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as tree
 
 from tcport.errors import PassMatchError
 from tcport.report import GraphReport
@@ -78,14 +77,26 @@ def _for_all(strategy: Any, compare: Callable[..., None], examples: int) -> None
 
 
 def _compare(actual: Any, expected: Any, what: str, exact: bool) -> None:
-    ours, theirs = tree.tree_leaves(actual), tree.tree_leaves(expected)
+    ours, theirs = list(_leaves(actual)), list(_leaves(expected))
     if len(ours) != len(theirs):
         raise AssertionError(f"there are {len(ours)} {what}s, expected {len(theirs)}")
     for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         if isinstance(b, Tensor):
             _compare_tensors(a, b, f"{what} {number}", exact)
-        elif a != b and not isinstance(b, torch.nn.Module):
+        elif a != b:
             raise AssertionError(f"{what} {number} is {a!r}, expected {b!r}")
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, torch.nn.Module):
+        value = tuple(value.state_dict(keep_vars=True).values())
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _leaves(item)
+    else:
+        yield value
 
 
 def _compare_tensors(actual: Tensor, expected: Tensor, what: str, exact: bool) -> None:
