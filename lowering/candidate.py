@@ -53,6 +53,11 @@ class Candidate:
         """Whether Triton has to work on this machine."""
         return self.tier in ("tuned", "generic")
 
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The names of the kernels it runs one after the other, which ``kernel`` joins by ``+``."""
+        return tuple(self.kernel.split("+"))
+
     def __str__(self) -> str:
         return f"{self.kernel} [{self.tier}]" + "".join(
             [f" {self.config}" if self.config else "", *(f" {name}={value}" for name, value in self.options)]

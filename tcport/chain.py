@@ -72,10 +72,10 @@ def screened(choice: NodeChoice, *, node: str = "", strict: bool = False) -> Nod
     for candidate in choice.selection.candidates:
         if not candidate.needs_compiler or quarantine.reason(choice, candidate) is not None:
             continue
-        wrong = trusted(candidate.kernel, choice.profile)
-        if wrong is not None:
+        wrong = [(name, said) for name in candidate.parts if (said := trusted(name, choice.profile)) is not None]
+        for name, said in wrong[:1]:
             error = SelfTestError(
-                f"The self-test of {candidate.kernel} on this device, driver and compiler: {wrong}.",
+                f"The self-test of {name} on this device, driver and compiler: {said}.",
                 "Report it with the versions that 'python -m tcport doctor' prints.",
             )
             step_down(choice, candidate, error, "wrong numbers", node=node, strict=strict)
