@@ -12,7 +12,7 @@ from tcport.ir import TileConfig
 from tcport.kernels import decomposition
 from tcport.kernels.call import AttentionCall, Launcher
 from tcport.lowering.candidate import Candidate
-from tcport.lowering.registry import register_lowering, unregister_lowering
+from tcport.lowering.registry import register_lowering, rows, unregister_lowering
 
 TILES = (TileConfig(64, 64, 4, 3), TileConfig(32, 32, 4, 2), TileConfig(16, 16, 1, 1))
 
@@ -45,12 +45,17 @@ class Faulty:
 
 @contextlib.contextmanager
 def installed(kernel: Faulty, priority: int = 1) -> Iterator[Faulty]:
-    """The kernel registered for the CPU within a ``with`` block."""
+    """The kernel registered for the CPU within a ``with`` block, with plain PyTorch alone behind it."""
+    others = [row for row in rows("paged_attention") if row.name == "cpp_attention"]
+    for row in others:
+        unregister_lowering(row.op, row.name)
     register_lowering("paged_attention", name=kernel.name, vendor="cpu", priority=priority)(kernel.lower)
     try:
         yield kernel
     finally:
         unregister_lowering("paged_attention", kernel.name)
+        for row in others:
+            register_lowering(row.op, name=row.name, vendor=row.vendor, state=row.state)(row.lower)
 
 
 def raising(error: BaseException, tiles: tuple[TileConfig, ...] = TILES) -> Callable[[TileConfig], None]:

@@ -79,16 +79,16 @@ def test_at_most_two_compiles_for_any_batch_of_two_or_more() -> None:
 def test_explain_names_kernels_rejections_and_copies() -> None:
     report = tcport.explain(attend, *batch(3))
     assert [(n.op, n.kernel, n.tier) for n in report.nodes] == [
-        ("write_and_attend", "torch_write+torch_attention", "torch"),
+        ("write_and_attend", "cpp_write+cpp_attention", "tuned"),
     ]
     reasons = {r.kernel: r.reason for n in report.nodes for r in n.rejected}
     assert reasons["triton_decode"] == "Triton has no CPU target"
     assert report.clones == []
     passes = [("merge_kv_write", 1), ("select_tiles", 1), ("write_in_place", 1)]
     assert [(p.name, p.matches) for p in report.graphs[0].passes] == passes
-    assert json.loads(json.dumps(report.to_dict()))["graphs"][0]["nodes"][0]["kernel"] == "torch_write+torch_attention"
+    assert json.loads(json.dumps(report.to_dict()))["graphs"][0]["nodes"][0]["kernel"] == "cpp_write+cpp_attention"
     text = str(report)
-    assert "write_and_attend -> torch_write+torch_attention [torch]" in text
+    assert "write_and_attend -> cpp_write+cpp_attention [tuned]" in text
     assert "no cache-sized copies" in text
 
 

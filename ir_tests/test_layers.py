@@ -16,6 +16,7 @@ MAX_LINES = 380
 # Longest match wins. A module may import from its own layer and from every lower one.
 LAYERS = {
     "tcport.errors": 0,
+    "tcport.user_cache": 0,
     "tcport.ir": 0,
     "tcport.options": 0,
     "tcport.device": 0,

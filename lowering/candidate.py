@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from tcport.ir import TileConfig
+from tcport.tiling.cpu import CpuTile
 
 Tier = Literal["tuned", "generic", "blob", "torch"]
 """Links of the chain, best first: tuned Triton, generic Triton, precompiled blob, plain PyTorch."""
@@ -37,21 +38,28 @@ class Candidate:
         config: its tile, None where the kernel has no tiles.
         why: one line on why this tile was chosen.
         options: compile options of the vendor's own that ``run`` launches with.
+        loaded: whether its machine code is in the process already, so that it cannot fail to build or to start.
         source: identity of the code behind it; the registry fills it in.
     """
 
     kernel: str
     tier: Tier
     run: Callable[..., Any]
-    config: TileConfig | None = None
+    config: TileConfig | CpuTile | None = None
     why: str = ""
     options: tuple[tuple[str, Any], ...] = ()
+    loaded: bool = False
     source: str = dataclasses.field(default="", repr=False)
 
     @property
     def needs_compiler(self) -> bool:
         """Whether Triton has to work on this machine."""
-        return self.tier in ("tuned", "generic")
+        return self.tier in ("tuned", "generic") and not self.loaded
+
+    @property
+    def may_fail(self) -> bool:
+        """Whether compiling a graph, or its first launch, may show that this kernel cannot be had here."""
+        return self.tier != "torch" and not self.loaded
 
     @property
     def parts(self) -> tuple[str, ...]:

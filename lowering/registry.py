@@ -7,7 +7,7 @@ import dataclasses
 import difflib
 import fnmatch
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from tcport.device import DeviceProfile
@@ -30,6 +30,7 @@ class Row:
     arch: str | None
     flags: tuple[str, ...]
     priority: int
+    state: Callable[[], str] | None = None
 
     def fits(self, profile: DeviceProfile) -> Verdict:
         """Whether the device is one of this row's. The vendor is decided before any capability is looked at."""
@@ -54,6 +55,10 @@ class Row:
         """What the cache key knows of the row."""
         return _identity(self)
 
+    def state_for(self, vendors: Collection[str]) -> str:
+        """What the row's answer depends on outside of sources and device, if it is for a device of these vendors."""
+        return self.state() if self.state and self.vendor in vendors else ""
+
 
 @functools.lru_cache(maxsize=256)
 def _identity(row: Row) -> str:
@@ -73,6 +78,7 @@ def register_lowering(
     arch: str | None = None,
     flags: tuple[str, ...] = (),
     priority: int = 0,
+    state: Callable[[], str] | None = None,
 ) -> Callable[[LowerFn], LowerFn]:
     """Register a lowering of an operator.
 
@@ -86,6 +92,9 @@ def register_lowering(
         arch: a pattern such as ``"sm_9*"`` or ``"gfx94*"``; None: any.
         flags: capability flags the device must have.
         priority: within one tier, the higher is tried first.
+        state: names what the answer depends on besides the device, such as a library that this machine's compiler has
+            built. It is part of the cache key, and called before a cached graph that may use the row is run: what such
+            a graph calls must then be loaded.
 
     The decorated function takes ``(spec, profile)`` and returns a :class:`Candidate`, several of them in the order of
     preference, or a :class:`Verdict` that says why it has none.
@@ -94,7 +103,7 @@ def register_lowering(
     def register(lower: LowerFn) -> LowerFn:
         global _generation
         _generation += 1
-        row = Row(op, name or lower.__name__, lower, vendor, arch, flags, priority)
+        row = Row(op, name or lower.__name__, lower, vendor, arch, flags, priority, state)
         _ROWS[:] = [r for r in _ROWS if r.place() != row.place()] + [row]
         return lower
 

@@ -36,6 +36,7 @@ def _pairs(writes: tuple[Candidate, ...], attends: tuple[Candidate, ...]) -> Ite
             attend.config,
             attend.why,
             attend.options,
+            loaded=write.loaded and attend.loaded,
             source=f"{write.source} {attend.source}",
         )
 

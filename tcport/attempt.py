@@ -18,7 +18,7 @@ from tcport.emission import Emitted
 from tcport.fingerprint import fingerprint
 from tcport.functional_write import memory_of
 from tcport.graph_pass import STAGES, PassContext, Stage
-from tcport.lowering.operators import Operator, all_operators, call_of_node, choose, device_of
+from tcport.lowering.operators import Operator, all_operators, call_of_node, choose, device_of, operator_of
 from tcport.lowering.registry import registered_operators, rows
 from tcport.lowering.spec import dim
 from tcport.options import Options
@@ -63,7 +63,7 @@ class Attempt:
                 "post_grad_custom_pre_pass": self._run_functional,
                 "post_grad_custom_post_pass": lambda graph: self._run_passes(graph, "inplace"),
             },
-            identity=self._identity(example_inputs),
+            identity=self._identity(gm, example_inputs),
             emitters=self._emitters(),
             audit=self._audit,
         )
@@ -71,11 +71,11 @@ class Attempt:
     @property
     def may_fail_at_launch(self) -> bool:
         """Whether the compiled graph holds a kernel that has links behind it."""
-        return self.report.from_cache or any(e.candidate.tier != "torch" for e in self.emitted)
+        return self.report.from_cache or any(e.candidate.may_fail for e in self.emitted)
 
     def blamed(self, error: BaseException) -> list[Emitted]:
         """The nodes whose kernel is behind a failure: known exactly where the failure names a kernel, else all."""
-        own = [e for e in self.emitted if e.candidate.tier != "torch"]
+        own = [e for e in self.emitted if e.candidate.may_fail]
         kernel = _inductor.failed_kernel(error)
         return own if kernel is None else [e for e in own if e.made(*kernel)]
 
@@ -94,14 +94,16 @@ class Attempt:
         run_stage(graph, stage, self.options, self.report)
         self.report.from_cache = False
 
-    def _identity(self, example_inputs: Sequence[Any]) -> str:
+    def _identity(self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> str:
         devices = {value.device for value in example_inputs if isinstance(value, torch.Tensor)}
         profiles = sorted(device_profile(device).digest() for device in devices)
+        vendors = {device_profile(device).vendor for device in devices}
+        states = [row.state_for(vendors) for operator in _called(gm) for row in rows(operator.name)]
         own_passes = [p.identity() for stage in STAGES for p in active_passes(self.options, stage)]
         lowerings = [row.identity() for name in registered_operators() for row in rows(name)]
         prebuilt = [(str(bundle.folder), bundle.digest()) for bundle in bundles()[0]]
         own_options = dataclasses.replace(self.options, inductor=())
-        return fingerprint([own_options, profiles, own_passes, lowerings, prebuilt, quarantine.keys()])
+        return fingerprint([own_options, profiles, own_passes, lowerings, states, prebuilt, quarantine.keys()])
 
     def _emitters(self) -> dict[Any, Callable[[torch.fx.Node], _inductor.Emission]]:
         if self.options.debug:
@@ -156,6 +158,13 @@ def run_stage(
     """
     context = PassContext(options, profile)
     report.passes += run_passes(graph, active_passes(options, stage), context, spent=len(report.passes))
+
+
+def _called(gm: torch.fx.GraphModule) -> list[Operator]:
+    """The operators that a graph, or a graph within it, calls."""
+    graphs = [module.graph for module in gm.modules() if isinstance(module, torch.fx.GraphModule)]
+    found = {operator_of(node) for graph in graphs for node in graph.nodes}
+    return [operator for operator in all_operators() if operator in found]
 
 
 def _bases_of_caches(operator: Operator, node: torch.fx.Node) -> list[torch.Tensor]:

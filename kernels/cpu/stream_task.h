@@ -1,0 +1,118 @@
+// One task of few rows, over one or more KV heads.
+#pragma once
+
+#include "stream.h"
+#include "tasks.h"
+
+namespace tcport_cpu::TCPORT_ISA {
+
+struct StreamScratch {
+  int64_t query_stride, sums_stride, scores_stride;  // of a row
+  float *query, *sums, *max, *sum;                   // of all rows of all heads
+  float *rescale, *scores, *keys, *values, *key_scales, *value_scales;
+
+  StreamScratch(const Attention& a, int64_t rows, int64_t heads, Arena& arena) {
+    query_stride = round_up(a.k.dim, W);
+    sums_stride = round_up(a.v.dim, W);
+    scores_stride = round_up(a.tile.stream_keys, W);
+    query = arena.take(heads * rows * query_stride);
+    sums = arena.take(heads * rows * sums_stride);
+    max = arena.take(heads * rows);
+    sum = arena.take(heads * rows);
+    rescale = arena.take(rows);
+    scores = arena.take(rows * scores_stride);
+    keys = arena.take(a.tile.stream_keys * query_stride);
+    values = arena.take(a.tile.stream_keys * sums_stride);
+    key_scales = arena.take(scores_stride);
+    value_scales = arena.take(scores_stride);
+  }
+};
+
+template <class Row>
+void stream_rows(const Attention& a, const Task& task, float* scratch, bool copy) {
+  const Sequence& sequence = a.sequences[task.sequence];
+  const int64_t rows = task.row_end - task.row_begin;
+  Arena arena{scratch};
+  StreamScratch s(a, rows, task.head_end - task.head_begin, arena);
+
+  using Query = typename Dot<Row>::Query;
+  for (int64_t head = task.head_begin; head < task.head_end; head++)
+    stage_queries(RowIndex{a, sequence, task.row_begin, head}, rows,
+                  reinterpret_cast<Query*>(s.query + (head - task.head_begin) * rows * s.query_stride),
+                  s.query_stride);
+  const int64_t all_rows = rows * (task.head_end - task.head_begin);
+  for (int64_t r = 0; r < all_rows; r++) s.max[r] = -INF, s.sum[r] = 0;
+  for (int64_t i = 0; i < all_rows * s.sums_stride; i++) s.sums[i] = 0;
+
+  Block blocks[2];
+  Rows<Row> keys, values;
+  auto locate_at = [&](int64_t position, Block& block) {
+    int64_t end = position / a.tile.stream_keys * a.tile.stream_keys + a.tile.stream_keys;
+    end = end < task.key_end ? end : task.key_end;
+    locate(a, sequence.table_row, position, end > position ? end - position : 0, block);
+  };
+  locate_at(task.key_begin, blocks[0]);
+  int current = 0;
+  for (int64_t position = task.key_begin; position < task.key_end;) {
+    const Block& block = blocks[current];
+    Block& next = blocks[1 - current];
+    locate_at(position + block.count, next);
+    auto find = [&](const Cache& cache, int64_t head, const int64_t* here, const int64_t* ahead, float* widened,
+                    Rows<Row>& rows_of) {
+      find_rows(cache, head, here, block.count, copy ? widened : nullptr, rows_of.row);
+      rows_of.next_count = copy ? 0 : next.count;
+      find_rows(cache, head, ahead, rows_of.next_count, nullptr, rows_of.next);
+    };
+    for (int64_t head = task.head_begin; head < task.head_end; head++) {
+      const int64_t first = (head - task.head_begin) * rows;
+      const RowIndex index{a, sequence, task.row_begin, head};
+      RowState state{s.max + first, s.sum + first, s.rescale};
+      const float* key_scales = nullptr;
+      const float* value_scales = nullptr;
+      if (a.k_scale.data && a.k_scale.per_token()) {
+        scales_of(a, a.k_scale, sequence.table_row, head, position, block.count, s.key_scales);
+        key_scales = s.key_scales;
+      }
+      if (a.v_scale.data && a.v_scale.per_token()) {
+        scales_of(a, a.v_scale, sequence.table_row, head, position, block.count, s.value_scales);
+        value_scales = s.value_scales;
+      }
+      find(a.k, head, block.k, next.k, s.keys, keys);
+      stream_scores<Row>(reinterpret_cast<const Query*>(s.query + first * s.query_stride), s.query_stride, rows, keys,
+                       block.count, round_up(a.k.dim, W), s.scores, s.scores_stride);
+      const float scale = a.scale * head_scale(a.k_scale, head);
+      for (int64_t r = 0; r < rows; r++) {
+        RowView view = view_row(index, r, scale, position, block.count, key_scales, value_scales);
+        softmax_row(s.scores + r * s.scores_stride, view.begin, view.end, block.count, view.rule, state, r);
+      }
+      find(a.v, head, block.v, next.v, s.values, values);
+      stream_values<Row>(s.scores, s.scores_stride, s.rescale, rows, values, block.count, round_up(a.v.dim, W),
+                       s.sums + first * s.sums_stride, s.sums_stride);
+    }
+    position += block.count;
+    current = 1 - current;
+  }
+
+  for (int64_t head = task.head_begin; head < task.head_end; head++) {
+    const int64_t i = head - task.head_begin;
+    RowState state{s.max + i * rows, s.sum + i * rows, nullptr};
+    float* sums = s.sums + i * rows * s.sums_stride;
+    const float scale = head_scale(a.v_scale, head);
+    if (task.partial < 0)
+      finish_rows(RowIndex{a, sequence, task.row_begin, head}, rows, state, scale, sums, s.sums_stride);
+    else
+      keep_partial(a, rows, state, scale, sums, s.sums_stride,
+                   a.partials + task.partial + i * partial_floats(a, rows));
+  }
+}
+
+TCPORT_ONCE void stream_task(const Attention& a, const Task& task, float* scratch) {
+  switch (reading_of(a, a.k.dtype == Dtype::bf16 ? Dot<bf16>::STEP : W)) {
+    case Reading::copy: return stream_rows<float>(a, task, scratch, true);
+    case Reading::f32: return stream_rows<float>(a, task, scratch, false);
+    case Reading::f16: return stream_rows<f16>(a, task, scratch, false);
+    case Reading::bf16: return stream_rows<bf16>(a, task, scratch, false);
+  }
+}
+
+}  // namespace tcport_cpu::TCPORT_ISA
