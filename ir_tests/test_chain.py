@@ -46,6 +46,8 @@ class CompilationError(Exception):
 
 CompilationError.__module__ = "triton.compiler.errors"
 
+WORKER = 'An exception occurred in a subprocess:\n\nName=attend\n  File "/site/%s", line 3, in make\n%s: at 3:4'
+
 FAULTS = {
     "a compile error": (CompilationError("at 3:4: unsupported"), "build"),
     "our own word for it": (KernelBuildError("ptxas fatal: injected.", "None."), "build"),
@@ -54,6 +56,9 @@ FAULTS = {
     "our own word for shared memory": (OutOfResourcesError("Needs 300000 bytes.", "None."), "resources"),
     "a refused launch": (RuntimeError("Triton Error [CUDA]: invalid argument"), "launch"),
     "too many registers": (RuntimeError("CUDA error: too many resources requested for launch"), "resources"),
+    "a launch that torch's own launcher is refused": (RuntimeError("CUDA driver error: invalid argument"), "launch"),
+    "a compile in Inductor's worker": (RuntimeError(WORKER % ("triton/compiler/code_generator.py", "Failed")), "build"),
+    "a worker without gcc": (RuntimeError(WORKER % ("triton/runtime/build.py", "Command failed")), "toolchain"),
     "no assembler": (RuntimeError("Cannot find ptxas"), "toolchain"),
     "no C compiler": (RuntimeError("Failed to find C compiler. Please specify via CC."), "toolchain"),
     "wrong numbers": (SelfTestError("Off by 3.", "None."), "wrong numbers"),
@@ -75,7 +80,7 @@ def test_a_kernel_that_fails_is_left_once(name: str) -> None:
     assert [r.cause for r in reasons] == [cause] * len(kernel.calls)
     assert reasons[0].kernel == "faulty [tuned] 64x64 w4 st3"
     assert reasons[-1].to.startswith("torch_attention")
-    assert str(error).splitlines()[0][:40] in reasons[0].message
+    assert str(error).splitlines()[-1][:40] in reasons[0].message
     assert "Traceback" in reasons[0].details
     assert tcport.counters()[f"fallback {cause}"] == counted + len(reasons)
 

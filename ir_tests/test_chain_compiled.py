@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,10 @@ from tcport import history, quarantine
 from tcport._inductor import failed_kernel
 from tcport.emission import Emitted
 from tcport.errors import KernelBuildError, KernelLaunchError
-from tcport.kernels import reference
+from tcport.kernels import decomposition, reference
+from tcport.lowering import bundled
+from tcport.lowering.candidate import Candidate
+from tcport.lowering.registry import register_lowering, unregister_lowering
 
 PAGE, WIDTH = 4, 4
 
@@ -185,3 +190,31 @@ def test_without_a_working_compiler_the_service_runs_and_says_so() -> None:
         "no cache folder",
         "refused",
     }
+
+
+def test_compiled_code_calls_a_bundle_as_one_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Precompiled kernels in a compiled graph: the write is seen as one, and the report names the link."""
+    calls: list[str] = []
+
+    def first(op: str, name: str, spec: object, profile: object) -> Any:
+        calls.append(name)
+        if op == "kv_write":
+            return lambda call: reference.kv_write(call.key, call.value, call.k_cache, call.v_cache, call.slot_mapping)
+        return lambda call: decomposition.paged_attention(call)
+
+    monkeypatch.setattr(bundled, "_first", first)
+    args = [*new_tokens(), *state()]
+    with contextlib.ExitStack() as stack:
+        for op, name in (("paged_attention", "bundle_attention"), ("kv_write", "bundle_write")):
+            run = bundled._runner(name, TILES[0], lambda kernel: kernel)
+            rows = register_lowering(op, name=f"{name}_here", vendor="cpu")
+            rows(lambda spec, profile, name=name, run=run: Candidate(f"{name}_here", "blob", run))
+            stack.callback(unregister_lowering, op, f"{name}_here")
+        want = expected(args)
+        out = torch.compile(serve, backend="tcport", fullgraph=True, options={"force_disable_caches": True})(*args)
+        torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+    last = tcport.last_report()
+    assert last is not None
+    assert [n.tier for n in last.nodes] == ["blob", "blob"]
+    assert last.clones == []
+    assert calls == ["bundle_write", "bundle_attention"]

@@ -10,13 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 from fault_injection import Faulty, installed
+from subprocess_results import run_in_subprocess
 
 import tcport
 from tcport import chain, history, quarantine
 from tcport.device import catalogue_profile
 from tcport.errors import KernelBuildError
+from tcport.ir import TileConfig
 from tcport.kernels import reference
+from tcport.lowering import registry
 from tcport.lowering.operators import PAGED_ATTENTION
+from tcport.lowering.registry import Row
 from tcport.probes import Outcome, probe, results, trusted
 
 H200 = catalogue_profile("h200")
@@ -35,13 +39,17 @@ def _nothing_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A present H200 whose prefill kernel is wrong; the list grows by one with every run of the probes."""
+    """A present H200 whose prefill kernel is wrong, and whose decode kernel is with a large tile.
+
+    The list grows by one with every run of the probes.
+    """
     ran: list[int] = []
 
     def run(index: int, time_limit: float = 0) -> tuple[dict[str, Outcome], str]:
         ran.append(index)
         crash = Outcome(False, "RuntimeError: an illegal memory access was encountered")
-        return {"triton_decode": RIGHT, "triton_prefill": WRONG, "triton_write": crash}, ""
+        tiles = {"triton_decode 16x64 w4 st2": RIGHT, "triton_decode 64x64 w4 st2": WRONG}
+        return {**tiles, "triton_prefill 16x64 w4 st2": WRONG, "triton_write": crash}, ""
 
     monkeypatch.setattr(results, "_present", lambda profile: 0)
     monkeypatch.setattr(results, "run_probes", run)
@@ -49,11 +57,11 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_probes_run_once_for_a_device_driver_and_compiler(runs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert probe(H200)["triton_decode"] == RIGHT
+    assert probe(H200)["triton_decode 16x64 w4 st2"] == RIGHT
     probe(H200)
     assert runs == [0]
     results._kept.cache_clear()  # as in another process
-    assert probe(H200)["triton_prefill"] == WRONG
+    assert probe(H200)["triton_prefill 16x64 w4 st2"] == WRONG
     assert runs == [0]
     probe(H200.replace(driver_version="999"))
     assert runs == [0, 0]
@@ -64,10 +72,29 @@ def test_probes_run_once_for_a_device_driver_and_compiler(runs: list[int], monke
 
 
 def test_only_wrong_numbers_cost_the_trust(runs: list[int]) -> None:
-    assert trusted("triton_decode", H200) is None
-    assert trusted("triton_write", H200) is None
+    assert trusted("triton_write", H200) is None  # its test could not be run
     assert trusted("a third party's", H200) is None
-    assert trusted("triton_prefill", H200) == WRONG.detail
+    assert WRONG.detail in str(trusted("triton_prefill", H200, TileConfig(16, 16, 1, 1)))
+
+
+def test_a_large_tile_that_is_wrong_costs_the_tiles_that_hold_it(runs: list[int]) -> None:
+    for sound in (TileConfig(16, 64, 4, 2), TileConfig(32, 64, 8, 1), TileConfig(128, 32, 4, 1)):
+        assert trusted("triton_decode", H200, sound) is None
+    for unsound in (TileConfig(64, 64, 4, 2), TileConfig(64, 64, 8, 1), TileConfig(128, 128, 4, 1)):
+        assert "triton_decode 64x64 w4 st2" in str(trusted("triton_decode", H200, unsound))
+
+
+def test_what_was_measured_goes_before_what_is_said(runs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row's flags: a probe that failed refuses a device whose data sheet has the capability, and the other way."""
+    row = Row("paged_attention", "mine", lambda spec, profile: [], None, None, ("fp8_e4m3_dot",), 0)
+    measured = {"fp8_e4m3_dot": Outcome(False, "absent")}
+    monkeypatch.setattr(registry, "probe", lambda profile: measured)
+    said = H200.replace(flags={"fp8_e4m3_dot": True})
+    assert row.fits(said).reason == "the device lacks fp8_e4m3_dot"
+    measured["fp8_e4m3_dot"] = RIGHT
+    assert row.fits(H200).ok
+    measured.clear()
+    assert row.fits(said).ok
 
 
 def test_outcomes_of_a_run_that_was_cut_short_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +115,7 @@ def test_a_device_that_is_not_there_is_not_probed() -> None:
 
 
 def test_a_kernel_with_wrong_numbers_is_left_and_a_forced_one_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chain, "trusted", lambda kernel, profile: WRONG.detail if kernel == "faulty" else None)
+    monkeypatch.setattr(chain, "trusted", lambda kernel, profile, tile: WRONG.detail if kernel == "faulty" else None)
     q, cache, table = torch.randn(2, 4, 16), torch.randn(8, 4, 2, 16), torch.arange(8).reshape(2, 4)
     args = (q, cache, cache.flip(0), table, torch.tensor([3, 9]))
     with installed(Faulty(lambda tile: None)) as kernel:
@@ -101,3 +128,8 @@ def test_a_kernel_with_wrong_numbers_is_left_and_a_forced_one_is_an_error(monkey
         quarantine.clear()
         with pytest.raises(KernelBuildError, match="off by 3"):
             chain.run(PAGED_ATTENTION, PAGED_ATTENTION.call(*args), kernel="faulty")
+
+
+def test_the_self_tests_pass_right_kernels_and_catch_a_wrong_one() -> None:
+    outcome = run_in_subprocess("self_test_checks", TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+    assert outcome == dict.fromkeys(("right", "wrong", "fp16 dot"), "")

@@ -14,6 +14,7 @@ from tcport.device import DeviceProfile
 from tcport.errors import NoCandidateError, OptionError
 from tcport.fingerprint import source_identity
 from tcport.lowering.candidate import TIERS, Candidate, Rejection, Selection, Verdict
+from tcport.probes import probe
 
 Answer = Candidate | Iterable[Candidate] | Verdict
 LowerFn = Callable[[Any, DeviceProfile], Answer]
@@ -38,7 +39,8 @@ class Row:
             return Verdict.no(f"made for vendor {self.vendor}, the device is {profile.vendor}")
         if self.arch is not None and not fnmatch.fnmatchcase(profile.arch or "", self.arch):
             return Verdict.no(f"made for architectures {self.arch}, the device is {profile.arch or 'of unknown arch'}")
-        missing = [flag for flag in self.flags if not profile.flags.get(flag)]
+        measured = probe(profile) if self.flags else {}
+        missing = [flag for flag in self.flags if not (measured[flag].ok if flag in measured else profile.has(flag))]
         if missing:
             return Verdict.no(f"the device lacks {', '.join(missing)}")
         return Verdict(True)
@@ -90,7 +92,8 @@ def register_lowering(
         name: how options and reports call the kernel; default: the function's name.
         vendor: ``"nvidia"``, ``"amd"``, ``"intel"`` or ``"cpu"``; None: any.
         arch: a pattern such as ``"sm_9*"`` or ``"gfx94*"``; None: any.
-        flags: capability flags the device must have.
+        flags: capability flags the device must have: as measured (:data:`tcport.probes.capabilities.CAPABILITIES`),
+            or else as its profile says.
         priority: within one tier, the higher is tried first.
         state: names what the answer depends on besides the device, such as a library that this machine's compiler has
             built. It is part of the cache key, and called before a cached graph that may use the row is run: what such

@@ -11,6 +11,7 @@ from tcport.counting import count
 from tcport.device import DeviceProfile, device_profile
 from tcport.errors import KernelBuildError, KernelLaunchError, OutOfResourcesError, SelfTestError
 from tcport.failures import cause_of, class_name, details, first_line, raise_if_sticky
+from tcport.ir import TileConfig
 from tcport.logs import logger
 from tcport.lowering.candidate import Candidate
 from tcport.lowering.operators import NodeChoice, Operator, device_of
@@ -72,10 +73,12 @@ def screened(choice: NodeChoice, *, node: str = "", strict: bool = False) -> Nod
     for candidate in choice.selection.candidates:
         if not candidate.needs_compiler or quarantine.reason(choice, candidate) is not None:
             continue
-        wrong = [(name, said) for name in candidate.parts if (said := trusted(name, choice.profile)) is not None]
-        for name, said in wrong[:1]:
+        tile = candidate.config if isinstance(candidate.config, TileConfig) else None
+        said = (trusted(name, choice.profile, tile) for name in candidate.parts)
+        wrong = next(filter(None, said), None)
+        if wrong is not None:
             error = SelfTestError(
-                f"The self-test of {name} on this device, driver and compiler: {said}.",
+                f"A self-test on this device, driver and compiler: {wrong}.",
                 "Report it with the versions that 'python -m tcport doctor' prints.",
             )
             step_down(choice, candidate, error, "wrong numbers", node=node, strict=strict)

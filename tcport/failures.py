@@ -35,11 +35,11 @@ _TOOLCHAIN = re.compile(
 )
 _RESOURCES = re.compile(r"out of resource|OutOfResources|too many resources|OUT_OF_RESOURCES", re.IGNORECASE)
 _LAUNCH = re.compile(
-    r"Triton Error \[|CUDA error|HIP error|Level.?Zero error|cuLaunchKernel|hipModuleLaunch", re.IGNORECASE
+    r"Triton Error \[|CUDA (driver )?error|HIP error|Level.?Zero error|cuLaunchKernel|hipModuleLaunch", re.IGNORECASE
 )
 _BUILD = re.compile(
     r"No valid triton configs|CompilationError|PTXAS error|PassManager::run failed|ptxas fatal"
-    r"|subprocess exited unexpectedly"
+    r"|triton[./](compiler|backends)|subprocess exited unexpectedly"
 )
 _COMPILERS = ("triton.compiler", "triton.backends", "triton.runtime.errors")
 _TOOLS = ("triton.runtime.build", "triton.runtime.cache")

@@ -11,7 +11,7 @@ import torch
 from tcport.attempt import Attempt
 from tcport.counting import count
 from tcport.errors import KernelLaunchError
-from tcport.failures import cause_of, first_line, raise_if_sticky
+from tcport.failures import cause_of, first_line, own_error, raise_if_sticky
 
 CompileAnew = Callable[[], tuple[Callable[..., Any], Attempt]]
 
@@ -58,8 +58,8 @@ class _Survivor:
         """
         raise_if_sticky(error, "compiled code")
         cause = cause_of(error)
-        if cause is None:
-            return False
+        if cause is None or (cause == "unavailable" and own_error(error) is None):
+            return False  # an operator of the model's own that cannot be imported, say
         with self._lock:
             if self._compiled is compiled:  # no other thread has met the failure first
                 if self._attempt.report.from_cache:

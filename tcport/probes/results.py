@@ -7,6 +7,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,7 @@ import torch
 from tcport.counting import count
 from tcport.device import DeviceProfile, device_profile
 from tcport.fingerprint import triton_version
+from tcport.ir import TileConfig
 from tcport.logs import logger
 from tcport.tiling.footprint import cache_folder, kernel_sources
 
@@ -45,15 +47,20 @@ def probe(profile: DeviceProfile) -> Mapping[str, Outcome]:
     return {} if index is None else _kept(profile.digest(), index)
 
 
-def trusted(kernel: str, profile: DeviceProfile) -> str | None:
-    """Why a kernel must not be used on a device: its self-test gave wrong numbers. None: it may be.
+def trusted(kernel: str, profile: DeviceProfile, tile: TileConfig | None = None) -> str | None:
+    """Why a kernel must not be used on a device: a self-test of it gave wrong numbers. None: it may be.
 
-    A test that could not be run (no memory, no time, no compiler) is no reason: what is wrong there shows by itself.
+    Where some tiles were right, the others cost the trust of tiles that are at least as large in both directions: what
+    a compiler gets wrong in a tile it may get wrong in a larger one. A test that could not be run (no memory, no time,
+    no compiler) is no reason: what is wrong there shows by itself.
     """
-    outcome = probe(profile).get(kernel)
-    if outcome is None or outcome.ok or "wrong numbers" not in outcome.detail:
-        return None
-    return outcome.detail
+    outcomes = {name: found for name, found in probe(profile).items() if name.split(" ")[0] == kernel}
+    wrong = {name: found for name, found in outcomes.items() if not found.ok and "wrong numbers" in found.detail}
+    some_right = any(found.ok for found in outcomes.values())
+    for name, found in wrong.items():
+        if tile is None or not some_right or _holds(tile, name):
+            return f"{name}: {found.detail}"
+    return None
 
 
 def run_probes(index: int, time_limit: float = TIME_LIMIT) -> tuple[dict[str, Outcome], str]:
@@ -105,6 +112,12 @@ def _present(profile: DeviceProfile) -> int | None:
         return None
     index = torch.cuda.current_device()
     return index if device_profile(torch.device("cuda", index)).digest() == profile.digest() else None
+
+
+def _holds(tile: TileConfig, test: str) -> bool:
+    """Whether a tile is at least as large as that of a self-test, named like ``"triton_decode 64x32 w4 st2"``."""
+    size = re.search(r" (\d+)x(\d+)", test)
+    return size is None or (tile.block_m >= int(size[1]) and tile.block_n >= int(size[2]))
 
 
 def _load(path: Path) -> dict[str, Outcome] | None:

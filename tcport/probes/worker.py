@@ -6,22 +6,24 @@ what was measured before a fault, or before time ran out, is kept.
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 
 import torch
 
 from tcport.probes.capabilities import CAPABILITIES
-from tcport.probes.self_tests import SELF_TESTS
+from tcport.probes.self_tests import self_tests
 
 
 def main(index: int) -> None:
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     torch.manual_seed(0)
-    for name, run in {**SELF_TESTS, **CAPABILITIES}.items():
+    capabilities = {name: functools.partial(run, device) for name, run in CAPABILITIES.items()}
+    for name, run in {**self_tests(device), **capabilities}.items():
         try:
-            answer = {"name": name, "ok": True, "detail": run(device)}
+            answer = {"name": name, "ok": True, "detail": run()}
         except Exception as error:  # noqa: BLE001 - whatever it raises is what the probe found
             text = str(error).strip().splitlines()
             answer = {"name": name, "ok": False, "detail": f"{type(error).__name__}: {text[0] if text else ''}"}

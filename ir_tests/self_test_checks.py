@@ -1,0 +1,59 @@
+"""The self-tests of the probes in Triton's interpreter: right kernels pass, a wrong one is caught."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import torch
+from subprocess_results import report
+
+from tcport.kernels import triton_decode
+from tcport.probes import capabilities, self_tests
+
+CPU = torch.device("cpu")
+
+
+def wrong_kernel_is_caught() -> None:
+    right = triton_decode.paged_decode
+
+    def wrong(*args: object) -> object:
+        out, lse = right(*args)  # type: ignore[arg-type]
+        out[2, 3, 4] += 0.5
+        return out, lse
+
+    triton_decode.paged_decode = wrong  # type: ignore[assignment]
+    triton_decode.paged_decode = wrong  # type: ignore[assignment]
+    try:
+        tests = self_tests.self_tests(CPU)
+        name = next(name for name in tests if name.startswith("triton_decode"))
+        said = outcome_of(tests[name])
+    finally:
+        triton_decode.paged_decode = right
+    assert "wrong numbers: off by 0.5" in said, said
+
+
+def outcome_of(test: Callable[[], str]) -> str:
+    try:
+        return test()
+    except ValueError as error:
+        return str(error)
+
+
+def all_right() -> None:
+    tests = self_tests.self_tests(CPU)
+    assert {name.split()[0] for name in tests} == {"triton_decode", "triton_prefill", "triton_write", "triton_merge"}
+    assert {name: outcome_of(test) for name, test in tests.items()} == dict.fromkeys(tests, "right")
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")  # numpy on log(0), which is meant
+    torch.manual_seed(0)
+    self_tests._DTYPE = torch.float16  # the interpreter computes bfloat16 wrongly
+    report(
+        {
+            "right": all_right,
+            "wrong": wrong_kernel_is_caught,
+            "fp16 dot": lambda: capabilities.CAPABILITIES["fp16_dot"](CPU),
+        }
+    )

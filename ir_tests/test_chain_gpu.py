@@ -1,0 +1,177 @@
+"""The fallback chain on a CUDA GPU: failures that the compiler, the loader and the driver really report."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from subprocess_results import run_in_subprocess
+from torch import Tensor
+
+import tcport
+from tcport import history, quarantine
+from tcport.device import device_profile
+from tcport.ir import TileConfig
+from tcport.kernels import reference
+from tcport.kernels.call import AttentionCall, Launcher
+from tcport.lowering.candidate import Candidate
+from tcport.lowering.registry import register_lowering, unregister_lowering
+from tcport.probes import probe
+
+pytestmark = pytest.mark.gpu
+
+HEADS, KV_HEADS, PAGE = 8, 2, 16
+
+
+@triton.jit
+def never_compiles(x, BLOCK_M: tl.constexpr):
+    tl.static_assert(BLOCK_M < 0, "injected")
+    tl.store(x, 0.0)
+
+
+@triton.jit
+def too_much_shared(x, BLOCK_M: tl.constexpr):
+    """A product over 512 columns at once: 256 KiB of shared memory on sm_90."""
+    row, deep, column = tl.arange(0, 64), tl.arange(0, BLOCK_M), tl.arange(0, 64)
+    a = tl.load(x + row[:, None] * BLOCK_M + deep[None, :])
+    b = tl.load(x + deep[:, None] * 64 + column[None, :])
+    tl.store(x + row[:, None] * 64 + column[None, :], tl.dot(a, b))
+
+
+@triton.jit
+def cannot_be_launched(x, BLOCK_M: tl.constexpr):
+    if tl.program_id(1) < 0:
+        tl.store(x, 0.0)
+
+
+def refused(kernel: Any, block: int, grid: tuple[int, ...], num_warps: int = 4) -> Any:
+    """A candidate that launches a kernel which fails, and would otherwise answer rightly."""
+
+    def run(call: AttentionCall, launch: Launcher) -> Any:
+        from tcport.kernels.triton_decode import paged_decode
+
+        scratch = call.query.new_zeros(64 * 512, dtype=torch.float32)
+        launch(kernel)[grid](x=scratch, BLOCK_M=block, num_warps=num_warps, num_stages=1)
+        out, lse = paged_decode(call, TileConfig(16, 32, 4, 1), launch)
+        return out + scratch[0].to(out.dtype) * 0, lse  # the scratch is used, so that no compiler drops the launch
+
+    return run
+
+
+FAULTS = {
+    "build": refused(never_compiles, 16, (1,)),
+    "resources": refused(too_much_shared, 512, (1,), 16),
+    "launch": refused(cannot_be_launched, 16, (1, 70_000)),  # a grid has at most 65535 rows
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_failure_remembered() -> Iterator[None]:
+    quarantine.clear()
+    yield
+    quarantine.clear()
+    unregister_lowering("paged_attention", "broken")
+
+
+def install(cause: str) -> None:
+    register_lowering("paged_attention", name="broken", vendor="nvidia", priority=9)(
+        lambda spec, profile: Candidate("broken", "tuned", FAULTS[cause])
+    )
+
+
+def decode(
+    q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, table: Tensor, lens: Tensor, slots: Tensor
+) -> Tensor:
+    tcport.kv_write(k, v, kc, vc, slots)
+    return tcport.paged_attention(q, kc, vc, table, lens)
+
+
+def batch(size: int = 4, dim: int = 64) -> list[Tensor]:
+    table = torch.randperm(9 * size).reshape(size, 9).int()
+    lens = torch.randint(1, 9 * PAGE + 1, (size,)).int()
+    last = lens.long() - 1
+    slots = table.long().gather(1, (last // PAGE)[:, None]).squeeze(1) * PAGE + last % PAGE
+    shapes = (size, HEADS, dim), (size, KV_HEADS, dim), (size, KV_HEADS, dim), *[(9 * size, PAGE, KV_HEADS, dim)] * 2
+    return [*(torch.randn(s).half().cuda() for s in shapes), table.cuda(), lens.cuda(), slots.cuda()]
+
+
+def check(run: Any, args: list[Tensor]) -> None:
+    q, k, v, kc, vc, table, lens, slots = (a.cpu() for a in args)
+    reference.kv_write(k, v, kc, vc, slots)
+    want, _ = reference.paged_attention(q, kc, vc, table, lens)
+    torch.testing.assert_close(run(*args).cpu().float(), want.float(), rtol=0, atol=2e-2)
+    assert torch.equal(args[3].cpu(), kc)
+
+
+@pytest.mark.parametrize("cause", FAULTS)
+def test_eager(cause: str) -> None:
+    install(cause)
+    before = len(history.fallbacks())
+    for _ in range(3):
+        check(decode, batch())
+    steps = history.fallbacks()[before:]
+    assert [(s.kernel, s.cause) for s in steps] == [("broken [tuned]", cause)]
+    assert steps[0].to.startswith("triton_decode [tuned]")
+
+
+@pytest.mark.parametrize("cause", FAULTS)
+def test_compiled(cause: str) -> None:
+    """Two layers: the kernel is called for the one of them that it was made for, and that one alone steps down."""
+
+    def two(*args: Tensor) -> Tensor:
+        return decode(*args[:8]) + decode(*args[8:]).sum()
+
+    install(cause)
+    register_lowering("paged_attention", name="broken", vendor="nvidia", priority=9)(
+        lambda spec, profile: Candidate("broken", "tuned", FAULTS[cause]) if spec.head_dim_qk == 64 else []
+    )
+    compiled = torch.compile(decode, backend="tcport", fullgraph=True, options={"force_disable_caches": True})
+    for _ in range(2):
+        check(compiled, batch())
+    report = tcport.last_report()
+    assert report is not None
+    assert [(f.kernel, f.cause) for f in report.graphs[0].fallbacks] == [("broken [tuned]", cause)]
+    assert [n.kernel for n in report.nodes] == ["triton_write", "triton_decode"]
+    torch.compiler.reset()
+    out = torch.compile(two, backend="tcport", fullgraph=True)(*batch(), *batch(dim=128))
+    assert torch.isfinite(out).all()
+    assert {n.kernel for n in tcport.last_report().nodes} == {"triton_write", "triton_decode"}  # type: ignore[union-attr]
+
+
+def test_a_layer_compiles_the_kernels_it_needs_and_no_others() -> None:
+    report = tcport.explain(decode, *batch())
+    assert report.graphs[0].source.count("async_compile.triton(") == 2 + ("combine_kernel" in report.graphs[0].source)
+
+
+def test_the_probes_measure_this_device() -> None:
+    outcomes = probe(device_profile("cuda"))
+    for name, outcome in outcomes.items():
+        print(name, outcome)
+    for name, outcome in outcomes.items():
+        assert outcome.ok or not name.startswith("triton_"), (name, outcome)
+    for name in ("triton_write", "triton_merge", "fp16_dot", "bf16_dot", "int8_dot"):
+        assert outcomes[name].ok, (name, outcomes[name])
+    if torch.cuda.get_device_capability() >= (9, 0):
+        assert outcomes["fp8_e4m3_dot"].ok, outcomes["fp8_e4m3_dot"]
+        assert outcomes["async_copy"].ok, outcomes["async_copy"]
+
+
+def test_without_a_c_compiler_the_service_runs() -> None:
+    outcome = run_in_subprocess("gpu_toolchain_checks", "no compiler", PATH=os.path.dirname(__file__))
+    assert outcome == {"no compiler": ""}
+
+
+def test_without_an_assembler_the_service_runs() -> None:
+    outcome = run_in_subprocess("gpu_toolchain_checks", "no assembler", TORCHINDUCTOR_COMPILE_THREADS="1")
+    assert outcome == {"no assembler": ""}
+
+
+def test_a_bundle_needs_no_compiler() -> None:
+    """Kernels from a bundle, in a process where Triton can compile nothing: counted, and right."""
+    outcome = run_in_subprocess("gpu_toolchain_checks", "bundle")
+    assert outcome == {"bundle": ""}
