@@ -92,7 +92,7 @@ PATHS = (
 """Ways that cost little for each new kind of input."""
 
 COMPILED = Path("compiled", _compiled(_attention, True), _compiled(tcport.kv_write, False), compiles=True)
-"""``torch.compile(backend="tcport")``; on a CPU that is the decomposition, lowered by Inductor."""
+"""``torch.compile(backend="tcport")``: whatever the chain chooses for the device, lowered by Inductor."""
 
 GPU_PATHS = tuple(
     dataclasses.replace(

@@ -357,10 +357,16 @@ def _hint(size: int | torch.SymInt) -> int | None:
 
 
 def _storage_offset(value: Any) -> Any:
-    # From the trace: the layout of a graph input says 0 wherever the caller's tensor lies in its storage, and a view of
-    # such an input would be read, and written back, in another tensor's place.
-    offset = V.graph.current_node.meta["val"]
-    return offset.node.expr if isinstance(offset, torch.SymInt) else sympy.Integer(offset)
+    """The number that ``as_strided`` must be given to find the start of ``value`` again.
+
+    Layouts count from the pointer of a graph input. From torch 2.13 ``as_strided`` counts from the start of the input's
+    storage instead; confusing the two reads, and writes back, another tensor of that storage.
+    """
+    storage, layout = ir.as_storage_and_layout(value)
+    data = storage.data if isinstance(storage, ir.StorageBox) else storage
+    if not isinstance(data, ir.InputBuffer):
+        return layout.offset
+    return layout.offset + getattr(V.graph, "graph_input_storage_offsets", {}).get(data.get_name(), 0)
 
 
 def _allocated(graph: GraphLowering) -> Iterator[Buffer]:
