@@ -76,7 +76,7 @@ def _with_splits(tile: TileConfig, spec: AttentionSpec | WriteSpec, profile: Dev
 
 def _runner(name: str, config: TileConfig, launcher: Launcher) -> Callable[[Any, Launcher], Any]:
     def run(call: AttentionCall | WriteCall, launch: Launcher) -> Any:
-        if launch is torch.library.wrap_triton:
+        if launch is torch.library.wrap_triton or getattr(launch, "traced", False):
             return _call_twin(name, call)
         return _entry(call)(call, launch=launcher, config=config)
 
