@@ -6,7 +6,8 @@ Rules:
        at its end, and where from the write on nothing reads the input as it was before: no view of it, no other
        argument of the write, no other base.
     3. It writes to a clone of every other base, and the report says why.
-    4. Where the copy at the end has nothing left to do, it goes.
+    4. Where the copy at the end has nothing left to do, it goes. A result that is what was written gets a clone: a
+       graph never returns its own inputs.
     5. A view that is counted from the start of a storage of which the base is only a part is left to Inductor.
 
 Saves: a copy of the whole cache wherever Inductor cannot prove that none is needed. It takes two halves of one storage
@@ -54,6 +55,7 @@ def write_in_place(graph: torch.fx.Graph, ctx: PassContext) -> int:
     if rewritten:
         for copy in graph.find_nodes(op="call_function", target=_COPY):
             _drop_if_idle(graph, copy, ctx)
+        _return_no_input(graph)
     return rewritten
 
 
@@ -127,6 +129,20 @@ def _rewrite(graph: torch.fx.Graph, write: FunctionalWrite, cloned: set[int]) ->
             graph.erase_node(new)
     graph.erase_node(write.node)
     return in_place
+
+
+def _return_no_input(graph: torch.fx.Graph) -> None:
+    """Return clones where views of inputs would be returned; what the user gets would change with the next write."""
+    output = next(node for node in reversed(graph.nodes) if node.op == "output")
+    for result in output.all_input_nodes:
+        if result.op == "call_function" and memory_of(result).op != "placeholder":
+            continue
+        if not any(_writes(node, memory_of(result)) for node in graph.nodes if node.op == "call_function"):
+            continue
+        with graph.inserting_before(output):
+            clone = graph.call_function(torch.ops.aten.clone.default, (result,))
+        clone.meta["val"] = derive(clone)
+        output.replace_input_with(result, clone)
 
 
 def _drop_if_idle(graph: torch.fx.Graph, copy: torch.fx.Node, ctx: PassContext) -> None:

@@ -27,7 +27,8 @@ def assert_equivalent(
     """Fail unless ``fn`` does the same eagerly and with its graph rewritten by the passes.
 
     Results are compared to the rounding of their dtype; arguments afterwards byte for byte, whether they were written
-    to or not, caches included. The rewritten graph runs operation by operation.
+    to or not, caches included, and a result shares memory with the same arguments. The rewritten graph runs operation
+    by operation.
 
     Args:
         fn: a function or module.
@@ -53,6 +54,7 @@ def assert_equivalent(
         expected, actual = fn(*theirs), rewritten(*ours)
         _compare(actual, expected, "result", exact)
         _compare(ours, theirs, "argument", True)
+        _compare_sharing((actual, ours), (expected, theirs))
 
     torch.compiler.reset()
     if len(args) == 1 and hasattr(args[0], "example"):
@@ -85,6 +87,25 @@ def _compare(actual: Any, expected: Any, what: str, exact: bool) -> None:
             _compare_tensors(a, b, f"{what} {number}", exact)
         elif a != b:
             raise AssertionError(f"{what} {number} is {a!r}, expected {b!r}")
+
+
+def _compare_sharing(actual: tuple[Any, Any], expected: tuple[Any, Any]) -> None:
+    """Results share memory with the same arguments: a snapshot must not change when its original does."""
+    ours, theirs = (_shared_arguments(*pair) for pair in (actual, expected))
+    for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        if a != b:
+            raise AssertionError(f"result {number} shares memory with the arguments {sorted(a)}, expected {sorted(b)}")
+
+
+def _shared_arguments(results: Any, arguments: Any) -> list[set[int]]:
+    def storage(value: Any) -> int:
+        return value.untyped_storage().data_ptr() if isinstance(value, Tensor) and value.numel() else 0
+
+    owners = [storage(value) for value in _leaves(arguments)]
+    return [
+        {number for number, owner in enumerate(owners) if owner and owner == storage(result)}
+        for result in _leaves(results)
+    ]
 
 
 def _leaves(value: Any) -> Iterator[Any]:

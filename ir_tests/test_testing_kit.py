@@ -1,0 +1,220 @@
+"""The test kit shipped for authors of passes: it passes what is right, and fails what is wrong, saying why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.fx
+from cache_writes import layer, step, two_tensors
+from hypothesis import strategies as st
+from torch import Tensor
+
+import tcport
+from tcport.device import DeviceProfile
+from tcport.device.catalog import catalogue_profile
+from tcport.errors import ArgumentError, PassMatchError
+from tcport.testing import (
+    assert_equivalent,
+    assert_graph,
+    assert_no_clone,
+    capture,
+    count_compiles,
+    inject_failure,
+    lower_on,
+    run_pass,
+)
+
+pytest_plugins = ("tcport.testing.plugin",)
+
+aten = torch.ops.aten
+
+
+def affine(x: Tensor) -> Tensor:
+    return torch.relu(x * 2) + 1
+
+
+def halve_the_product(graph: torch.fx.Graph, ctx: tcport.PassContext) -> int:
+    """Wrong: x * 2 becomes x."""
+    found = graph.find_nodes(op="call_function", target=aten.mul.Tensor)
+    for node in found:
+        node.replace_all_uses_with(node.args[0])
+        graph.erase_node(node)
+    return len(found)
+
+
+def product_to_sum(graph: torch.fx.Graph, ctx: tcport.PassContext) -> int:
+    """Right: x * 2 becomes x + x."""
+    found = [n for n in graph.find_nodes(op="call_function", target=aten.mul.Tensor) if n.args[1] == 2]
+    for node in found:
+        node.target, node.args = aten.add.Tensor, (node.args[0], node.args[0])
+    return len(found)
+
+
+def torch_relu_to_silu(graph: torch.fx.Graph, ctx: tcport.PassContext) -> int:
+    found = graph.find_nodes(op="call_function", target=torch.relu)
+    for node in found:
+        node.target = torch.nn.functional.silu
+        del node.meta["example_value"]
+    return len(found)
+
+
+def test_capture_gives_the_graph_of_each_stage_and_runs_nothing() -> None:
+    caches = two_tensors()
+    before = [cache.clone() for cache in caches]
+    args = (*caches, *step().tensors())
+    assert_graph(capture(layer, *args, stage="dynamo"), "CHECK: tcport.kv_write\nCHECK: tcport.paged_attention")
+    assert_graph(capture(layer, *args), "CHECK: auto_functionalized_v2]{{.*}}kv_write\nCHECK: paged_attention")
+    assert_graph(capture(layer, *args, stage="inplace"), "CHECK: auto_functionalized_v2]{{.*}}write_and_attend")
+    assert all(torch.equal(a, b) for a, b in zip(caches, before, strict=True))
+    with pytest.raises(ArgumentError, match="no stage 'late'"):
+        capture(affine, torch.ones(3), stage="late")  # type: ignore[arg-type]
+
+
+def test_capture_keeps_sizes_symbolic_where_asked() -> None:
+    fixed, symbolic = (capture(affine, torch.ones(3, 5), dynamic=dynamic) for dynamic in (False, True))
+    shapes = [
+        gm.graph.find_nodes(op="call_function", target=aten.relu.default)[0].meta["val"].shape
+        for gm in (fixed, symbolic)
+    ]
+    assert list(shapes[0]) == [3, 5]
+    assert all(isinstance(size, torch.SymInt) for size in shapes[1])
+
+
+def test_run_pass_counts_and_checks() -> None:
+    graph = capture(affine, torch.ones(3))
+    assert run_pass(product_to_sum, graph, matches=1).matches == 1
+    torch.testing.assert_close(graph(torch.tensor([1.0, -2.0, 3.0]))[0], torch.tensor([3.0, 1.0, 7.0]))
+    with pytest.raises(PassMatchError, match="'product_to_sum' matched 0 times, not 1"):
+        run_pass(product_to_sum, graph, matches=1)
+    with pytest.raises(ArgumentError, match="no pass named 'select_tile'.*Did you mean 'select_tiles'"):
+        run_pass("select_tile", graph)
+
+
+@pytest.mark.parametrize(
+    "checks",
+    [
+        "CHECK: aten.mul.Tensor\nCHECK-NEXT: aten.relu",
+        "CHECK: %[[X:mul\\w*]] {{.*}}aten.mul\nCHECK: aten.relu.default](args = (%[[X]],)",
+        "CHECK-NOT: aten.sub\nCHECK: aten.add\nCHECK-NOT: aten.mul",
+        "CHECK-COUNT-3: call_function",
+        "a comment\n# CHECK: placeholder",
+    ],
+)
+def test_assert_graph_accepts(checks: str) -> None:
+    assert_graph(capture(affine, torch.ones(3)), checks)
+
+
+@pytest.mark.parametrize(
+    ("checks", "said"),
+    [
+        ("CHECK: aten.relu\nCHECK: aten.mul", "'CHECK: aten.mul' is not met"),
+        ("CHECK: aten.mul\nCHECK-NEXT: aten.add", "'CHECK-NEXT: aten.add' is not met"),
+        ("CHECK: aten.mul\nCHECK-NOT: aten.relu\nCHECK: aten.add", "'CHECK-NOT: aten.relu' is met"),
+        ("CHECK: aten.mul\nCHECK-NOT: aten.add", "'CHECK-NOT: aten.add' is met"),
+        ("CHECK-COUNT-4: call_function", "'CHECK-COUNT-4: call_function' is not met"),
+    ],
+)
+def test_assert_graph_refuses_and_shows_the_graph(checks: str, said: str) -> None:
+    with pytest.raises(
+        AssertionError, match=f"{said}(.|\n)*-> .*(.|\n)*placeholder|{said}(.|\n)*placeholder(.|\n)*-> "
+    ):
+        assert_graph(capture(affine, torch.ones(3)), checks)
+    with pytest.raises(ValueError, match="no CHECK line"):
+        assert_graph(capture(affine, torch.ones(3)), "aten.mul")
+
+
+def test_assert_equivalent_tells_right_passes_from_wrong_ones() -> None:
+    x = torch.tensor([1.0, -2.0, 3.0])
+    with tcport.registered_pass(product_to_sum, name="mine"):
+        assert_equivalent(affine, x, matches={"mine": 1}, exact=True)
+        with pytest.raises(PassMatchError, match="'mine' matched 1 times, not 2"):
+            assert_equivalent(affine, x, matches={"mine": 2})
+    with (
+        tcport.registered_pass(halve_the_product, name="wrong"),
+        pytest.raises(AssertionError, match="result 0 is off by"),
+    ):
+        assert_equivalent(affine, x)
+    with pytest.raises(PassMatchError, match="'mine' did not run"):
+        assert_equivalent(affine, x, matches={"mine": 1})
+
+
+def test_assert_equivalent_draws_arguments() -> None:
+    sizes: list[int] = []
+
+    def seen(size: int) -> tuple[Tensor]:
+        sizes.append(size)
+        return (torch.arange(float(size)),)
+
+    with tcport.registered_pass(product_to_sum, name="mine"):
+        assert_equivalent(affine, st.integers(2, 9).map(seen), examples=6, dynamic=True)
+    assert len(set(sizes)) > 1
+
+
+def test_assert_equivalent_sees_what_is_written() -> None:
+    def drops_nothing_but_changes_the_value(graph: torch.fx.Graph, ctx: tcport.PassContext) -> int:
+        node = graph.find_nodes(op="call_function", target=aten.add.Tensor)[0]
+        node.args = (node.args[0], 2)
+        return 1
+
+    def increments(x: Tensor) -> None:
+        x.add_(1)
+
+    assert_equivalent(increments, torch.ones(3))
+    wrong = tcport.registered_pass(drops_nothing_but_changes_the_value, name="wrong")
+    with wrong, pytest.raises(AssertionError, match="argument 0 differs in 3 of 3 elements"):
+        assert_equivalent(increments, torch.ones(3))
+
+
+def test_a_pass_on_the_dynamo_graph_runs_before_the_rest() -> None:
+    with tcport.registered_pass(torch_relu_to_silu, name="mine", stage="dynamo"):
+        graph = capture(affine, torch.ones(3))
+    assert_graph(graph, "CHECK-NOT: aten.relu\nCHECK: aten.exp")
+
+
+H200 = catalogue_profile("h200")
+CPU = DeviceProfile(vendor="cpu")
+
+
+def test_lower_on_chooses_for_devices_that_are_not_there() -> None:
+    args = (
+        *(cache.half() for cache in two_tensors()),
+        *(t.half() if t.is_floating_point() else t for t in step().tensors()),
+    )
+    there = lower_on(H200, layer, *args)
+    here = lower_on(CPU, layer, *args)
+    assert [(n.op, n.kernel, n.tier) for n in there] == [("write_and_attend", "triton_write+triton_decode", "tuned")]
+    assert there[0].tile
+    assert [(n.op, n.kernel) for n in here] == [("write_and_attend", "torch_write+torch_attention")]
+    forced = lower_on(H200, layer, *args, options={"kernel": "torch_attention"})
+    assert [n.kernel for n in forced] == ["torch_write+torch_attention"]
+
+
+def test_compiles_are_counted_and_injected_failures_stepped_over(
+    tcport_compiles: object, tcport_inject_failure: Callable[..., None]
+) -> None:
+    args = (*two_tensors(), *step().tensors())
+    assert_no_clone(layer, *args)
+    assert tcport_compiles == 1
+    with count_compiles() as none:
+        pass
+    assert none == 0
+    with pytest.raises(ArgumentError, match="no kernel named 'triton_decod'.*triton_decode"):
+        tcport_inject_failure("triton_decod")
+
+
+def test_an_injected_failure_reaches_the_call() -> None:
+    q, kc, vc, table, lens = step().query, *two_tensors(), step().table, step().lens
+    want = tcport.paged_attention(q, kc, vc, table, lens)
+    with inject_failure("torch_attention", RuntimeError("injected")), pytest.raises(RuntimeError, match="injected"):
+        tcport.paged_attention(q, kc, vc, table, lens)
+    assert torch.equal(tcport.paged_attention(q, kc, vc, table, lens), want)
+
+
+def test_a_cache_copy_fails() -> None:
+    def snapshot(kc: Tensor, vc: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+        return layer(kc, vc, *rest), kc.clone()
+
+    with pytest.raises(AssertionError, match=f"copies a cache: .* of {24 * 4 * 2 * 8 * 4} bytes from"):
+        assert_no_clone(snapshot, *two_tensors(), *step().tensors())
