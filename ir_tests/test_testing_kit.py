@@ -167,6 +167,18 @@ def test_assert_equivalent_sees_what_is_written() -> None:
         assert_equivalent(increments, torch.ones(3))
 
 
+def test_assert_equivalent_sees_a_result_that_shares_memory() -> None:
+    def returns_the_original(graph: torch.fx.Graph, ctx: tcport.PassContext) -> int:
+        node = graph.find_nodes(op="call_function", target=aten.add.Tensor)[0]
+        node.replace_all_uses_with(node.args[0])
+        graph.erase_node(node)
+        return 1
+
+    wrong = tcport.registered_pass(returns_the_original, name="wrong")
+    with wrong, pytest.raises(AssertionError, match=r"result 0 shares memory with the arguments \[0\], expected \[\]"):
+        assert_equivalent(lambda x, y: x + y, torch.ones(3), torch.zeros(3))
+
+
 def test_a_pass_on_the_dynamo_graph_runs_before_the_rest() -> None:
     with tcport.registered_pass(torch_relu_to_silu, name="mine", stage="dynamo"):
         graph = capture(affine, torch.ones(3))

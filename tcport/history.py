@@ -57,7 +57,7 @@ def collected() -> Iterator[CompileReport]:
         yield report
     finally:
         with _lock:
-            _collectors.remove(report)
+            _collectors[:] = [other for other in _collectors if other is not report]  # equal reports are not the same
 
 
 def _report_of(graph: GraphReport, options: Options) -> CompileReport:
