@@ -10,9 +10,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import sympy
-from sympy import Expr, Symbol
+
+if TYPE_CHECKING:
+    Expr: TypeAlias = Any  # sympy's own annotations lose the class at every operation
+else:
+    Expr = sympy.Expr
 
 
 class Read(sympy.Function):
@@ -41,28 +46,28 @@ class Space:
     """
 
     def __init__(self) -> None:
-        self.sizes: dict[Symbol, Expr] = {}
+        self.sizes: dict[Expr, Expr] = {}
         self._serial = itertools.count()
 
     def symbol(self, hint: str, size: Expr) -> Expr:
         """A new coordinate over ``0 .. size-1``; simply 0 when ``size`` is 1."""
         if size == 1:
             return sympy.Integer(0)
-        symbol = Symbol(f"{hint}{next(self._serial)}", integer=True, nonnegative=True)
+        symbol = sympy.Symbol(f"{hint}{next(self._serial)}", integer=True, nonnegative=True)
         self.sizes[symbol] = size
         return symbol
 
-    def symbols_of(self, *exprs: Expr) -> set[Symbol]:
+    def symbols_of(self, *exprs: Expr) -> set[Expr]:
         """The coordinate symbols (not the size symbols) in ``exprs``, those inside reads included."""
         return {s for e in exprs for s in e.free_symbols if s in self.sizes}
 
-    def in_order(self, coord: Expr) -> list[Symbol]:
+    def in_order(self, coord: Expr) -> list[Expr]:
         """The coordinates merged in one, slowest first."""
         weight = {s: coord.coeff(s) for s in self.symbols_of(coord)}
         slower = {s: sum(divided(weight[s], w) is not None for w in weight.values()) for s in weight}
         return sorted(weight, key=lambda s: -slower[s])
 
-    def size_of(self, symbols: Iterable[Symbol]) -> Expr:
+    def size_of(self, symbols: Iterable[Expr]) -> Expr:
         """Number of points in the box that ``symbols`` span."""
         return sympy.expand(sympy.prod([self.sizes[s] for s in symbols]))
 
@@ -80,7 +85,8 @@ class Space:
             return sympy.Add(*whole)
         if isinstance(remainder, FloorDiv):
             return sympy.Add(*whole, self.floordiv(remainder.args[0], sympy.expand(remainder.args[1] * n)))
-        return sympy.Add(*whole, self._coarser(remainder, n) or FloorDiv(remainder, n))
+        coarser: Any = self._coarser(remainder, n)
+        return sympy.Add(*whole, FloorDiv(remainder, n) if coarser is None else coarser)
 
     def mod(self, x: Expr, n: Expr) -> Expr:
         """``x % n`` with the sign of n: written ``x - n * (x // n)`` so that the two halves of a split cancel."""

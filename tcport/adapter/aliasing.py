@@ -8,17 +8,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from sympy import Expr
 from torch import Tensor
 from torch.fx import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tcport.adapter.algebra import divided
+from tcport.adapter.algebra import Expr, divided
+from tcport.adapter.names import OpOverload, OpOverloadPacket, function_name
 from tcport.adapter.sizes import leaves, size_expr
-
-OpOverload = type(torch.ops.aten.view.default)
-"""The class of ``torch.ops.<namespace>.<op>.<overload>``, which has no public name."""
 
 _INPLACE_OPERATORS = frozenset(
     getattr(operator, name)
@@ -60,15 +56,16 @@ def mutated(node: Node) -> list[Node]:
     if target in _INPLACE_OPERATORS:
         return _first(node)
     if isinstance(target, OpOverload):
-        return _mutated_by_schema(node, target._schema)
-    name = getattr(target, "__name__", "")
-    if target in (getattr, abs) or getattr(operator, name, None) is target:
-        return []
-    if any(getattr(module, name, None) is target for module in (torch, F, torch.special)):
-        if (name.endswith("_") and not name.endswith("__")) or _asks_inplace(node, target):
-            return _first(node)
-        return _nodes(node.kwargs.get("out"))
-    return _tensors(node)
+        return _mutated_by_schema(node, [target])
+    if isinstance(target, OpOverloadPacket):
+        return _mutated_by_schema(node, [getattr(target, name) for name in target.overloads()])
+    name = function_name(node)
+    if name is None:
+        return _tensors(node)
+    marked = name.endswith("_") and not name.endswith("__") and target.__module__ != "_operator"  # and_, or_, not_
+    if marked or _asks_inplace(node, target):
+        return _first(node)
+    return _nodes(node.kwargs.get("out"))
 
 
 def is_mutation(node: Node) -> bool:
@@ -154,13 +151,15 @@ def _tensors(node: Node) -> list[Node]:
     return [arg for arg in node.all_input_nodes if storages(arg)]
 
 
-def _mutated_by_schema(node: Node, schema: Any) -> list[Node]:
-    found: list[Node] = []
-    for i, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = node.args[i] if i < len(node.args) and not argument.kwarg_only else node.kwargs.get(argument.name)
-            found += _nodes(given)
-    return found
+def _mutated_by_schema(node: Node, overloads: list[Any]) -> list[Node]:
+    """Arguments that some overload writes; of a packet it is not known which overload the arguments will pick."""
+    found: dict[Node, None] = {}
+    for overload in overloads:
+        for i, argument in enumerate(overload._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                positional = i < len(node.args) and not argument.kwarg_only
+                found |= dict.fromkeys(_nodes(node.args[i] if positional else node.kwargs.get(argument.name)))
+    return list(found)
 
 
 def _asks_inplace(node: Node, target: Any) -> bool:

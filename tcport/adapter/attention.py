@@ -11,10 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 import sympy
-from sympy import Expr
 from torch.fx import Node
 
-from tcport.adapter.algebra import FloorDiv, Read, Space, divided
+from tcport.adapter.algebra import Expr, FloorDiv, Read, Space, divided
 from tcport.adapter.booleans import Formula, substituted
 from tcport.adapter.digits import digits_of
 from tcport.adapter.graph import GraphFacts

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import sympy
 import torch
-from sympy import Expr
 from torch.fx import Node
 
-from tcport.adapter.algebra import Space
+from tcport.adapter.algebra import Expr, Space
 from tcport.adapter.sizes import is_size, size_expr, tensor_of
 
 if TYPE_CHECKING:

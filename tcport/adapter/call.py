@@ -9,15 +9,14 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
-from sympy import Expr
 from torch.fx import Node
 
 from tcport.adapter import aliasing
-from tcport.adapter.algebra import equal
+from tcport.adapter.algebra import Expr, equal
 from tcport.adapter.attention import Roles
 from tcport.adapter.booleans import TRUE
 from tcport.adapter.emit import Emitter, Groups
-from tcport.adapter.graph import op_name
+from tcport.adapter.names import op_name
 from tcport.adapter.reader import Reader, Ref
 from tcport.adapter.report import Match, Rejected
 from tcport.adapter.sizes import shape_of, tensor_of

@@ -8,7 +8,8 @@ from torch.fx import GraphModule, Node
 
 from tcport.adapter import aliasing
 from tcport.adapter.emit import Emitter
-from tcport.adapter.graph import GraphFacts, op_name
+from tcport.adapter.graph import GraphFacts
+from tcport.adapter.names import op_name
 from tcport.adapter.report import Match, Rejected, Rejection
 from tcport.adapter.stand_in import stand_in
 from tcport.errors import TcportError
@@ -58,6 +59,8 @@ def _rewrite(facts: GraphFacts, match: Match, memo: dict, replaced: dict[Node, N
         return Rejection(match.node, rule, reason, match.matcher)
     if result is not None:
         match.node.replace_all_uses_with(result)
+    emit.tidy(result)
+    if result is not None:
         replaced[match.node] = result
     return match
 

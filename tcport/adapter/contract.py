@@ -6,10 +6,10 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import sympy
-from sympy import Expr
 from torch.fx import Node
 
-from tcport.adapter.graph import op_name
+from tcport.adapter.algebra import Expr
+from tcport.adapter.names import op_name
 from tcport.adapter.sizes import shape_of, size_expr, tensor_of
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def is_contraction(node: Node) -> bool:
 
 def _matmul(reader: Reader, ref: Ref, input: Node, other: Node) -> Contraction | None:
     left, right = shape_of(input), shape_of(other)
-    if not left or not right:
+    if len(left) == 0 or len(right) == 0:
         return None
     out = list(ref.coords)
     column = out.pop() if len(right) > 1 else None

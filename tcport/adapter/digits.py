@@ -6,9 +6,8 @@ import dataclasses
 from collections.abc import Set
 
 import sympy
-from sympy import Expr
 
-from tcport.adapter.algebra import Space, divided, equal
+from tcport.adapter.algebra import Expr, Space, divided, equal
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,15 +13,15 @@ from typing import Any
 
 import sympy
 import torch
-from sympy import Expr
 from torch.fx import Node
 from torch.fx.node import map_arg
 
 from tcport.adapter import aliasing
-from tcport.adapter.algebra import FloorDiv, Read, Space, equal
+from tcport.adapter.algebra import Expr, FloorDiv, Read, Space, equal
 from tcport.adapter.booleans import And, AtLeastZero, Flag, Formula, Not, Truth
 from tcport.adapter.digits import digits_of
 from tcport.adapter.graph import GraphFacts
+from tcport.adapter.names import OpOverload
 from tcport.adapter.reader import Ref
 from tcport.adapter.report import Rejected
 from tcport.adapter.sizes import leaves, shape_of, size_expr
@@ -62,18 +62,19 @@ class Emitter:
 
     def call(self, target: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Node:
         """A call of a function, or of the method ``target`` of ``args[0]``, in front of the anchor."""
-        args, kwargs = (map_arg(x, lambda n: self.replaced.get(n, n)) for x in (args, kwargs))
-        key = (target, _hashable(args), _hashable(kwargs), self._contents(args, kwargs))
-        for operand in leaves([args, kwargs]):
-            if isinstance(operand, Node) and not operand < self.before:
+        given: Any = map_arg((args, kwargs), lambda n: self.replaced.get(n, n))
+        operands = [leaf for leaf in leaves(list(given)) if isinstance(leaf, Node)]
+        for operand in operands:
+            if not operand < self.before:
                 raise Rejected("written", f"{operand.name} is computed only after {self.before.name}")
+        # The versions of what is read are part of the request: a tensor that has changed is read again.
+        key = (target, _hashable(given), tuple(self.facts.version(n, self.time) for n in operands))
         known = self.memo.get(key)
         if known is not None and known.graph is self.before.graph and known < self.before:
             return known
         graph = self.before.graph
         with graph.inserting_before(self.before):
-            make = graph.call_method if isinstance(target, str) else graph.call_function
-            node = make(target, args, kwargs)
+            node = graph.call_method(target, *given) if isinstance(target, str) else graph.call_function(target, *given)
         self.added.append(node)
         node.meta["example_value"] = self._example(node)
         for name in ("stack_trace", "custom", "nn_module_stack", "source_fn_stack"):
@@ -85,9 +86,19 @@ class Emitter:
 
     def undo(self) -> None:
         """Erase what this emitter added."""
+        self._erase(self.added)
+
+    def tidy(self, result: Node | None) -> None:
+        """Erase what this emitter added and then had no use for."""
         for node in reversed(self.added):
+            if node is not result and not node.users and not aliasing.is_mutation(node):
+                self._erase([node])
+
+    def _erase(self, nodes: list[Node]) -> None:
+        for node in reversed(nodes):
             self.before.graph.erase_node(node)
-        erased = set(self.added)
+        erased = set(nodes)
+        self.added = [node for node in self.added if node not in erased]
         for key in [key for key, node in self.memo.items() if node in erased]:
             del self.memo[key]
 
@@ -95,9 +106,9 @@ class Emitter:
         """Whether the tensor still holds at the anchor what it held when ``ref`` was read."""
         return self.facts.version(ref.node, ref.time) == self.facts.version(ref.node, self.time)
 
-    def size(self, expr: Expr | int) -> int | Node:
+    def size(self, expr: Any) -> int | Node:
         """A size as an argument: an int, or a node that computes it."""
-        expr = sympy.expand(expr)
+        expr = sympy.sympify(expr).expand()
         if expr.is_Integer:
             return int(expr)
         earlier = self.facts.nodes[: self.time]
@@ -171,7 +182,10 @@ class Emitter:
         if not self.space.symbols_of(expr) and not expr.has(Read):
             sizes = tuple(self.size(self.space.size_of(group)) for group in groups)
             return self.call(torch.full, sizes, self.size(expr), dtype=torch.int32, device=self.device)
-        return self._merged(self._computed(expr, _flat(groups)), groups)
+        computed = self._computed(expr, _flat(groups))
+        if isinstance(computed, int):
+            raise Rejected("layout", f"{expr} is a number, not a tensor")
+        return self._merged(computed, groups)
 
     def boolean(self, formula: Formula, groups: Groups) -> Node:
         """A bool tensor that says at every point of ``groups`` whether ``formula`` holds.
@@ -294,11 +308,6 @@ class Emitter:
             node = self.call("reshape", node, *(self.size(self.space.size_of(group)) for group in groups))
         return node
 
-    def _contents(self, args: Any, kwargs: Any) -> tuple[int, ...]:
-        """Versions of the tensors read, so that a changed tensor is read again."""
-        nodes = [n for n in leaves([args, kwargs]) if isinstance(n, Node)]
-        return tuple(self.facts.version(n, self.time) for n in nodes)
-
     def _example(self, node: Node) -> Any:
         def example(n: Node) -> Any:
             return n.meta["example_value"]
@@ -312,7 +321,7 @@ class Emitter:
 
 def _is_custom(target: Any) -> bool:
     """Whether a call is of an operator outside PyTorch: its result may reach the user, who may change it in place."""
-    return isinstance(target, aliasing.OpOverload) and target.namespace != "aten"
+    return isinstance(target, OpOverload) and target.namespace != "aten"
 
 
 def _hashable(value: Any) -> Hashable:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import sympy
 import torch
-from sympy import Expr
 from torch.fx import Node
 
-from tcport.adapter.graph import op_name
+from tcport.adapter.algebra import Expr
+from tcport.adapter.names import op_name
 from tcport.adapter.sizes import is_size, shape_of, size_expr, tensor_of
 from tcport.adapter.views import from_start
 
@@ -119,7 +119,7 @@ def _part(reader: Reader, ref: Ref, whole: Node, index: int) -> Ref | None:
     if not isinstance(source, Node) or not isinstance(parts, list | tuple) or not isinstance(index, int):
         return None
     positional = 1 if name == "unbind" else 2
-    dim = whole.kwargs.get("dim", whole.args[positional] if len(whole.args) > positional else 0)
+    dim: Any = whole.kwargs.get("dim", whole.args[positional] if len(whole.args) > positional else 0)
     dim = dim % len(shape_of(source))
     if name == "unbind":
         where = sympy.Integer(index % len(parts))

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import bisect
-import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import sympy
 import torch
-import torch.nn.functional as F
-from sympy import Expr
 from torch.fx import GraphModule, Node
 
 from tcport.adapter import aliasing
-from tcport.adapter.algebra import equal
+from tcport.adapter.algebra import Expr, equal
 from tcport.adapter.sizes import size_expr, tensor_of
-
-_OPERATOR_INPLACE = {
-    f"i{name}": name
-    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "xor", "lshift", "rshift", "matmul")
-}
 
 
 class GraphFacts:
@@ -34,8 +26,8 @@ class GraphFacts:
         self.module = gm
         self.nodes: tuple[Node, ...] = tuple(gm.graph.nodes)
         self.position = {node: i for i, node in enumerate(self.nodes)}
-        values = (node.meta.get("example_value") for node in self.nodes)
-        self.fake_mode = next((value.fake_mode for value in values if hasattr(value, "fake_mode")), None)
+        values: list[Any] = [node.meta.get("example_value") for node in self.nodes]
+        self.fake_mode: Any = next((value.fake_mode for value in values if hasattr(value, "fake_mode")), None)
         self.news = False
         """Set when sizes have become known to be equal while the graph was read."""
         self._shared: dict[str, Any] = {}
@@ -94,14 +86,16 @@ class GraphFacts:
 
     def holds(self, size: Expr) -> bool:
         """Whether ``size >= 0`` in this trace, under a guard by which torch compiles anew where it is not."""
-        known = {s.node.expr: s for n in self.nodes for s in _sizes_of(n) if isinstance(s, torch.SymInt)}
+        known: dict[Any, Any] = {
+            s.node.expr: s for n in self.nodes for s in _sizes_of(n) if isinstance(s, torch.SymInt)
+        }
         symbols = [known.get(symbol) for symbol in size.free_symbols]
         if not all(s is not None and s.node.has_hint() for s in symbols):
             return False
         hints = {s.node.expr: s.node.hint for s in symbols if s is not None}
         if size.xreplace(hints) < 0:
             return False
-        return not symbols or bool(next(iter(symbols)).node.shape_env.evaluate_expr(sympy.Ge(size, 0)))
+        return not symbols or bool(known[next(iter(hints))].node.shape_env.evaluate_expr(sympy.Ge(size, 0)))
 
 
 def _sizes_of(node: Node) -> Iterator[int | torch.SymInt]:
@@ -111,29 +105,6 @@ def _sizes_of(node: Node) -> Iterator[int | torch.SymInt]:
     tensor = tensor_of(node)
     if tensor is not None:
         yield from tensor.shape
-
-
-def op_name(node: Node) -> str | None:
-    """The PyTorch operation a node calls, with in-place and operator spellings folded; None for anything else.
-
-    ``x.add_(y)``, ``x += y``, ``torch.add(x, y)`` and ``aten.add.Tensor(x, y)`` are all ``add``.
-    """
-    target = node.target
-    if node.op == "call_method":
-        name = str(target)
-        return name if name.endswith("__") else name.rstrip("_")
-    if node.op != "call_function":
-        return None
-    if isinstance(target, aliasing.OpOverload):
-        return target._schema.name.removeprefix("aten::").rstrip("_") if target.namespace == "aten" else None
-    if target is getattr:  # x.mT, x.T
-        return str(node.args[1])
-    name = getattr(target, "__name__", "")
-    if target is abs or getattr(operator, name, None) is target:
-        return _OPERATOR_INPLACE.get(name, name.rstrip("_"))
-    if any(getattr(module, name, None) is target for module in (torch, F, torch.special)):
-        return name.rstrip("_")
-    return None
 
 
 def same_geometry(a: Node, b: Node) -> bool:

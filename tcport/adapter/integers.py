@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import sympy
-from sympy import Expr
 from torch.fx import Node
 
+from tcport.adapter.algebra import Expr
 from tcport.adapter.sizes import is_size, size_expr
 
 if TYPE_CHECKING:

@@ -6,14 +6,13 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sympy import Expr
 from torch.fx import Node
 
-from tcport.adapter.algebra import equal
+from tcport.adapter.algebra import Expr, equal
 from tcport.adapter.booleans import TRUE, Formula, all_of, boolean, negated
 from tcport.adapter.contract import Contraction, contraction_of
-from tcport.adapter.graph import op_name
 from tcport.adapter.levels import HIDING, Levels, constant_of, levels_of, visible
+from tcport.adapter.names import op_name
 from tcport.adapter.report import Rejected
 from tcport.adapter.sizes import shape_of, tensor_of
 
@@ -217,7 +216,7 @@ def _both(reader: Reader, ref: Ref, input: Any, other: Any) -> tuple[Ref, Ref] |
 def _as_integer(reader: Reader, ref: Ref) -> Expr | None:
     """A float element that was an integer before a cast."""
     end = reader.resolve(ref)
-    casts = dict.fromkeys(("to", "float", "half", "bfloat16", "double", "type", "type_as"), _cast)
+    casts: dict[str, Any] = dict.fromkeys(("to", "float", "half", "bfloat16", "double", "type", "type_as"), _cast)
     value = reader.apply(casts, end)
     return reader.integer(end) if value is None else value
 

@@ -15,9 +15,8 @@ from __future__ import annotations
 import dataclasses
 
 import sympy
-from sympy import Expr
 
-from tcport.adapter.algebra import FloorDiv, Read, Space, equal
+from tcport.adapter.algebra import Expr, FloorDiv, Read, Space, equal
 from tcport.adapter.booleans import FALSE, TRUE, AtLeastZero, Formula, all_of, conjuncts, expressions
 from tcport.adapter.report import Rejected
 

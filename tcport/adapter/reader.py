@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import sympy
-from sympy import Expr
 from torch.fx import Node
 
 from tcport.adapter import aliasing
-from tcport.adapter.algebra import Read, Space
+from tcport.adapter.algebra import Expr, Read, Space
 from tcport.adapter.gather import GATHERS
-from tcport.adapter.graph import GraphFacts, op_name, same_geometry
+from tcport.adapter.graph import GraphFacts, same_geometry
 from tcport.adapter.integers import INTEGERS
+from tcport.adapter.names import op_name
 from tcport.adapter.sizes import is_size, shape_of, size_expr, tensor_of
 from tcport.adapter.views import VIEWS
 

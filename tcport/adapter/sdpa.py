@@ -6,9 +6,9 @@ from typing import Any
 
 import sympy
 import torch.nn.functional as F
-from sympy import Expr
 from torch.fx import Node
 
+from tcport.adapter.algebra import Expr
 from tcport.adapter.attention import Attention, understand
 from tcport.adapter.booleans import TRUE, AtLeastZero, Formula, all_of, boolean
 from tcport.adapter.call import match_of
@@ -22,10 +22,12 @@ from tcport.adapter.sizes import shape_of, tensor_of
 
 
 @register_matcher("sdpa", stage="attention", targets=(F.scaled_dot_product_attention,))
-def match_sdpa(facts: GraphFacts, node: Node) -> Match:
+def match_sdpa(facts: GraphFacts, node: Node) -> Match | None:
     """Match ``F.scaled_dot_product_attention`` over a gathered K and V, with a bool, float or ``is_causal`` mask."""
-    reader, roles = understand(facts, lambda reader: _Call(reader, node, *node.args, **node.kwargs).attention())
-    return match_of(reader, roles, "sdpa")
+    args: Any = node.args
+    kwargs: Any = node.kwargs
+    understood = understand(facts, lambda reader: _Call(reader, node, *args, **kwargs).attention())
+    return None if understood is None else match_of(*understood, "sdpa")
 
 
 class _Call:

@@ -7,9 +7,10 @@ from typing import Any
 
 import sympy
 import torch
-from sympy import Expr
 from torch import Tensor
 from torch.fx import Node
+
+from tcport.adapter.algebra import Expr
 
 
 def size_expr(size: Any) -> Expr:

@@ -7,11 +7,10 @@ from collections.abc import Iterator
 
 import sympy
 import torch
-from sympy import Expr
 from torch.fx import Node
 
 from tcport.adapter import aliasing
-from tcport.adapter.algebra import FloorDiv, Read, divided
+from tcport.adapter.algebra import Expr, FloorDiv, Read, divided
 from tcport.adapter.graph import GraphFacts
 from tcport.adapter.reader import Reader, Ref
 from tcport.adapter.report import Rejected

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import sympy
-from sympy import Expr
 from torch.fx import Node
 
-from tcport.adapter.algebra import equal
+from tcport.adapter.algebra import Expr, equal
 from tcport.adapter.attention import Attention, understand
 from tcport.adapter.call import match_of
 from tcport.adapter.contract import Contraction, contraction_of, is_contraction
-from tcport.adapter.graph import GraphFacts, op_name
+from tcport.adapter.graph import GraphFacts
 from tcport.adapter.logits import is_over_all, logits_of
+from tcport.adapter.names import op_name
 from tcport.adapter.reader import Reader, Ref
 from tcport.adapter.registry import register_matcher
 from tcport.adapter.report import Match, Rejected

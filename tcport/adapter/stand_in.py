@@ -7,7 +7,7 @@ from torch.fx import Node
 
 from tcport.adapter.algebra import equal
 from tcport.adapter.emit import Emitter
-from tcport.adapter.graph import op_name
+from tcport.adapter.names import op_name
 from tcport.adapter.report import Rejected
 from tcport.adapter.sizes import shape_of, size_expr, tensor_of
 

@@ -7,12 +7,11 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sympy import Expr
 from torch.fx import Node
 
 from tcport.adapter import aliasing
-from tcport.adapter.algebra import Read
-from tcport.adapter.graph import op_name
+from tcport.adapter.algebra import Expr, Read
+from tcport.adapter.names import op_name
 from tcport.adapter.report import Rejected
 from tcport.adapter.sizes import tensor_of
 

@@ -8,15 +8,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from sympy import Expr
 from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
 from tcport.adapter import aliasing
-from tcport.adapter.algebra import equal
+from tcport.adapter.algebra import Expr, equal
 from tcport.adapter.gather import indexed_coords
-from tcport.adapter.graph import GraphFacts, op_name
+from tcport.adapter.graph import GraphFacts
+from tcport.adapter.names import op_name
 from tcport.adapter.reader import Reader, Ref, is_integral
 from tcport.adapter.report import Rejected
 from tcport.adapter.sizes import leaves, meet, shape_of, size_expr, tensor_of

@@ -23,7 +23,9 @@ def match_varlen(facts: GraphFacts, node: Node) -> Match | None:
     """Match the operator behind ``varlen_attn``; like the canonical one it aligns queries at the end of a sequence."""
     if node.op != "call_function" or str(node.target).removesuffix(".default") != _NAME:
         return None
-    return _match(node, *node.args, **node.kwargs)
+    args: Any = node.args
+    kwargs: Any = node.kwargs
+    return _match(node, *args, **kwargs)
 
 
 def _match(

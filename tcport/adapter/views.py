@@ -9,10 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import sympy
-from sympy import Expr
 from torch.fx import Node
 
-from tcport.adapter.algebra import Space, divided, equal
+from tcport.adapter.algebra import Expr, Space, divided, equal
 from tcport.adapter.sizes import is_size, shape_of, size_expr, tensor_of
 
 if TYPE_CHECKING:
@@ -92,12 +91,12 @@ def _transpose(reader: Reader, ref: Ref, input: Node, dim0: int, dim1: int) -> R
     return _at(ref, input, coords)
 
 
-def _swap_last(reader: Reader, ref: Ref, input: Node, name: str = "") -> Ref | None:
-    if len(ref.coords) < 2:
-        return _at(ref, input, ref.coords)
-    if name != "mT" and len(ref.coords) > 2:
-        return _at(ref, input, ref.coords[::-1]) if name == "T" else None
-    return _transpose(reader, ref, input, -1, -2)
+def _swap_last(reader: Reader, ref: Ref, input: Node, *_: Any) -> Ref:
+    return _at(ref, input) if len(ref.coords) < 2 else _transpose(reader, ref, input, -1, -2)
+
+
+def _reverse(reader: Reader, ref: Ref, input: Node, *_: Any) -> Ref:
+    return _at(ref, input, ref.coords[::-1])
 
 
 def _movedim(reader: Reader, ref: Ref, input: Node, source: Any, destination: Any) -> Ref:
@@ -209,7 +208,8 @@ VIEWS = {
     **dict.fromkeys(("view_as", "reshape_as", "_unsafe_view"), _reshape),
     "permute": _permute,
     **dict.fromkeys(("transpose", "swapaxes", "swapdims"), _transpose),
-    **dict.fromkeys(("t", "T", "mT", "adjoint"), _swap_last),
+    **dict.fromkeys(("t", "mT", "adjoint"), _swap_last),
+    "T": _reverse,
     **dict.fromkeys(("movedim", "moveaxis"), _movedim),
     **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _expand),
     **dict.fromkeys(("contiguous", "clone", "detach", "alias", "to", "type", "type_as", "_to_copy", "cuda"), _same),

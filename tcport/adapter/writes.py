@@ -11,11 +11,10 @@ import dataclasses
 import itertools
 
 import torch
-from sympy import Expr
 from torch.fx import Node
 
 from tcport.adapter import aliasing
-from tcport.adapter.algebra import Space
+from tcport.adapter.algebra import Expr, Space
 from tcport.adapter.emit import Emitter, Groups
 from tcport.adapter.graph import GraphFacts
 from tcport.adapter.reader import Reader
