@@ -16,7 +16,7 @@ import torch
 import torch.fx
 from torch._dynamo.exc import RestartAnalysis, ShortenTraceback, SkipFrame
 from torch._dynamo.utils import counters
-from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.aot_autograd import make_boxed_func  # pyright: ignore[reportPrivateImportUsage]
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import config, ir
 from torch._inductor.async_compile import AsyncCompile
@@ -116,7 +116,7 @@ def mode_patches(mode: str) -> dict[str, Any]:
 
 def config_names() -> list[str]:
     """The names of Inductor's config entries, those included that stand for an entry of another module."""
-    return list(config._config)
+    return list(config._config)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def anonymous_user_passes(patches: Mapping[str, Any]) -> list[str]:
@@ -137,7 +137,8 @@ def must_pass_through(error: BaseException) -> bool:
 def unwrapped(error: Exception) -> Exception:
     """An error of the same class and text that Dynamo hands to the user as it is, not as BackendCompilerFailed."""
     kind = type(error)
-    bare = type(kind.__name__, (kind, ShortenTraceback), {"__module__": kind.__module__, "__str__": kind.__str__})
+    names = {"__module__": kind.__module__, "__str__": kind.__str__}
+    bare = type(kind.__name__, (kind, ShortenTraceback), names)  # pyright: ignore[reportGeneralTypeIssues]
     twin = bare.__new__(bare, *error.args)
     twin.__dict__.update(error.__dict__, first_useful_frame=None)
     return twin
@@ -177,8 +178,9 @@ def concrete(value: Any) -> Any:
     """
     if not isinstance(value, torch.Tensor):
         return value
-    numbers = [_hint(size) for size in (*value.shape, *value.stride())]
-    if None in numbers:
+    hints = [_hint(size) for size in (*value.shape, *value.stride())]
+    numbers = [hint for hint in hints if hint is not None]
+    if len(numbers) < len(hints):
         return value
     with unset_fake_temporarily(), FakeTensorMode():
         return torch.empty_strided(

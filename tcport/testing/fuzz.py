@@ -71,7 +71,7 @@ def fuzz(examples: int, seed: int, device: str, shrink: bool = True) -> tuple[co
         deadline=None,
         print_blob=True,
         phases=[phase for phase in hypothesis.Phase if shrink or phase is not hypothesis.Phase.shrink],
-        suppress_health_check=list(hypothesis.HealthCheck),
+        suppress_health_check=list(hypothesis.HealthCheck),  # pyright: ignore[reportArgumentType]
     )
     @hypothesis.given(batch=paged_batches())
     def check(batch) -> None:  # type: ignore[no-untyped-def]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import NoReturn
 
 import torch.fx
 
@@ -71,6 +72,6 @@ def _search(pattern: str, line: str, bound: dict[str, str]) -> re.Match[str] | N
     return re.search(text, line)
 
 
-def _fail(check: str, what: str, lines: list[str], at: int) -> None:
+def _fail(check: str, what: str, lines: list[str], at: int) -> NoReturn:
     shown = "\n".join(f"{'->' if number == at else '  '} {line}" for number, line in enumerate(lines))
     raise AssertionError(f"{check!r} {what} from the marked line on:\n{shown}")
