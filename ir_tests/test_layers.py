@@ -68,6 +68,7 @@ LAYERS = {
     "tcport.runtime": 4,
     "tcport.aot": 4,
     "tcport.testing": 4,
+    "tcport.bench": 4,
     "tcport.cli": 4,
     "tcport.__main__": 5,
     "tcport.integrations": 4,

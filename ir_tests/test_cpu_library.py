@@ -1,0 +1,100 @@
+"""Building the C++ kernels: once, whoever asks first; and what happens where they cannot be built."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tcport.kernels import cpu_library
+
+ROOT = Path(__file__).resolve().parents[1]
+
+LOAD = "from tcport.kernels import cpu_library; print(cpu_library.load().isa)"
+
+ATTEND = """
+import torch, tcport
+from tcport.device import device_profile
+from tcport.kernels import reference
+from tcport.lowering.operators import PAGED_ATTENTION, choose
+k, v = torch.randn(2, 6, 4, 2, 16)
+args = (torch.randn(2, 4, 16), k, v, torch.tensor([[4, 1], [0, 3]]), torch.tensor([3, 8]))
+torch.testing.assert_close(tcport.paged_attention(*args), reference.paged_attention(*args)[0])
+selection = choose(PAGED_ATTENTION, PAGED_ATTENTION.call(*args), device_profile("cpu")).selection
+print([c.kernel for c in selection.candidates], [str(r) for r in selection.rejections])
+"""
+
+
+def start(code: str, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def output(process: subprocess.Popen[str]) -> tuple[str, str]:
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    return out, err
+
+
+def counting_compiler(folder: Path) -> Path:
+    """A compiler that writes down its calls and, asked to link, gives the library that is built already."""
+    compiler = folder / "compiler"
+    compiler.write_text(
+        f"""#!/bin/sh
+echo "$@" >> {folder}/calls
+for target; do :; done
+case "$target" in
+  *.so) cp {cpu_library.build()} "$target" ;;
+  *.o) sleep 0.1; : > "$target" ;;
+  *) echo fake 1.0 ;;
+esac
+"""
+    )
+    compiler.chmod(0o755)
+    return compiler
+
+
+def test_without_a_compiler_attention_is_right_and_the_reason_is_told(tmp_path: Path) -> None:
+    out, _ = output(start(ATTEND, PATH=str(tmp_path), CXX="", TCPORT_CACHE_DIR=str(tmp_path / "cache")))
+    assert out.startswith("['torch_attention']")
+    assert "cpp_attention: No C++ compiler is on the PATH" in out
+
+
+def test_a_compiler_that_fails_is_named(tmp_path: Path) -> None:
+    compiler = tmp_path / "broken"
+    compiler.write_text("#!/bin/sh\necho 'x.cpp:1: error: no such thing' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    out, _ = output(start(ATTEND, CXX=str(compiler), TCPORT_CACHE_DIR=str(tmp_path / "cache")))
+    assert out.startswith("['torch_attention']")
+    assert f"{compiler} could not build the CPU kernels: x.cpp:1: error: no such thing" in out
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    process = start(LOAD, TCPORT_CACHE_DIR=str(tmp_path / "file"))
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 1
+    assert "Set TCPORT_CACHE_DIR to a folder that can be written" in err
+
+
+def test_processes_that_race_build_once_and_none_builds_again(tmp_path: Path) -> None:
+    compiler = counting_compiler(tmp_path)
+    environment = {"CXX": str(compiler), "TCPORT_CACHE_DIR": str(tmp_path / "cache")}
+    racing = [output(process) for process in [start(LOAD, **environment) for _ in range(3)]]
+    assert {out.strip() for out, _ in racing} == {cpu_library.load().isa}
+    assert sum("building the CPU kernels" in err for _, err in racing) == 1
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert len([call for call in calls if "-shared" in call]) == 1
+
+    _, err = output(start(LOAD, **environment))
+    assert "building" not in err
+    without_compiler, _ = output(start(LOAD, **{**environment, "CXX": "/nowhere"}))
+    assert without_compiler.strip() == cpu_library.load().isa
+    again = (tmp_path / "calls").read_text().splitlines()[len(calls) :]
+    assert again == ["--version"]

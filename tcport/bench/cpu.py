@@ -1,0 +1,141 @@
+"""Attention on the CPU beside what else computes it, and beside the memory's own speed: ``python -m tcport.bench.cpu``.
+
+All rows of a table are measured in turn, round after round, so that other work on the machine meets each of them alike;
+printed are medians. Rates count the bytes of K and V that a call has to read (or to write), no matter how often it
+really does.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tcport import eager, ops  # noqa: F401  (eager binds the operators)
+
+HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 16
+
+
+def main() -> None:
+    """Print every table."""
+    load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
+    print(f"{torch.get_num_threads()} threads, torch {torch.__version__}, load before: {load}")
+    for dtype in (torch.float32, torch.bfloat16):
+        decode(dtype)
+    prefill()
+    write()
+
+
+def decode(dtype: torch.dtype) -> None:
+    """One token per sequence: 8 x 2048 keys, a ragged batch of 16, and one sequence of 32768."""
+    ragged = [int(32 * 256 ** (i / 15)) for i in range(16)]  # log-uniform from 32 to 8192
+    half = torch.ones(128 << 20, dtype=torch.uint8).view(torch.int32)
+    runs: dict[str, tuple[int, Callable[[], object]]] = {"read memory": (half.nbytes, lambda: half.sum())}
+    for name, lens, head_major in (
+        ("head-major", [2048] * 8, True),
+        ("page-major", [2048] * 8, False),
+        ("ragged, head-major", ragged, True),
+        ("1 x 32768, head-major", [32768], True),
+    ):
+        query, k, v, table, seq_lens = batch(lens, dtype, head_major)
+        nbytes = 2 * sum(lens) * KV_HEADS * DIM * dtype.itemsize
+        runs[name] = nbytes, lambda a=(query, k, v, table, seq_lens): ops.paged_attention(*a)
+        if name == "head-major":
+            runs["gather + SDPA"] = nbytes, lambda a=(query, k, v, table): gathered(*a)
+            dense = [c[table].flatten(1, 2).transpose(1, 2).contiguous() for c in (k, v)]
+            runs["SDPA, dense KV"] = nbytes, lambda q=query, kv=dense: sdpa(q[:, :, None], *kv)
+    times = medians({name: run for name, (_, run) in runs.items()})
+    rates = {name: nbytes / times[name] / 1e9 for name, (nbytes, _) in runs.items()}
+    table_of(f"decode, {dtype}", {name: f"{rate:6.1f} GB/s" for name, rate in rates.items()}, rates, "read memory")
+
+
+def prefill() -> None:
+    """4 prompts of 1024 tokens, causal."""
+    for dtype in (torch.float32, torch.bfloat16):
+        _, k, v, table, seq_lens = batch([1024] * 4, dtype, head_major=True)
+        packed = torch.randn(4 * 1024, HEADS, DIM).to(dtype)
+        query = packed.unflatten(0, (4, 1024)).transpose(1, 2)
+        starts = torch.arange(5) * 1024
+        dense = [c[table].flatten(1, 2).transpose(1, 2).contiguous() for c in (k, v)]
+        runs = {
+            "paged_attention": lambda a=(packed, k, v, table, seq_lens, starts): ops.paged_attention(*a),
+            "SDPA, dense KV": lambda q=query, kv=dense: sdpa(q, *kv, is_causal=True),
+        }
+        times = medians(runs, rounds=5)
+        speed = {name: 1 / seconds for name, seconds in times.items()}
+        shown = {name: f"{seconds * 1e3:6.0f} ms" for name, seconds in times.items()}
+        table_of(f"prefill 4 x 1024, {dtype}", shown, speed, "SDPA, dense KV")
+
+
+def write() -> None:
+    """8192 new tokens into pages in random order."""
+    tokens = 8192
+    key, value = torch.randn(2, tokens, KV_HEADS, DIM)
+    slots = torch.randperm(tokens)
+    runs: dict[str, Callable[[], object]] = {}
+    for name, head_major in (("page-major", False), ("head-major", True)):
+        k, v = (cache(tokens // PAGE, torch.float32, head_major) for _ in range(2))
+        runs[name] = lambda a=(key, value, k, v, slots): ops.kv_write(*a)
+    both = torch.stack([key, value])
+    target = torch.empty_like(both)
+    runs["copy"] = lambda: target.copy_(both)
+    rates = {name: both.nbytes / seconds / 1e9 for name, seconds in medians(runs).items()}
+    table_of("kv_write, fp32", {name: f"{rate:6.1f} GB/s" for name, rate in rates.items()}, rates, "copy")
+
+
+def batch(lens: Sequence[int], dtype: torch.dtype, head_major: bool) -> tuple[Tensor, ...]:
+    """Query, caches, table and lengths; pages in random order."""
+    counts = [-(-length // PAGE) for length in lens]
+    order = torch.randperm(sum(counts)).int()
+    table = torch.zeros(len(lens), max(counts), dtype=torch.int32)
+    for row, part in zip(table, order.split(counts), strict=True):
+        row[: len(part)] = part
+    query = torch.randn(len(lens), HEADS, DIM).to(dtype)
+    k, v = (cache(sum(counts), dtype, head_major) for _ in range(2))
+    return query, k, v, table, torch.tensor(lens)
+
+
+def cache(pages: int, dtype: torch.dtype, head_major: bool) -> Tensor:
+    """``[pages, page, KV heads, dim]``, filled."""
+    shape = (pages, KV_HEADS, PAGE, DIM) if head_major else (pages, PAGE, KV_HEADS, DIM)
+    filled = torch.randn(shape).to(dtype)
+    return filled.transpose(1, 2) if head_major else filled
+
+
+def gathered(query: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+    """What a model without paged attention does."""
+    key, value = (c[table].flatten(1, 2).transpose(1, 2) for c in (k, v))
+    return sdpa(query[:, :, None], key, value)
+
+
+def sdpa(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False) -> Tensor:
+    return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, enable_gqa=True)
+
+
+def medians(runs: Mapping[str, Callable[[], object]], rounds: int = 11) -> dict[str, float]:
+    """Seconds per run, each the median over rounds in which every run had its turn."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(rounds + 1):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            if number:  # the first round warms up
+                times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(seconds) for name, seconds in times.items()}
+
+
+def table_of(title: str, shown: Mapping[str, str], rates: Mapping[str, float], unit: str) -> None:
+    """Print what was measured, and how it compares with one of the rows."""
+    print(f"\n{title:32}{'':16}of {unit}")
+    for name, text in shown.items():
+        print(f"  {name:30}{text:>14}{rates[name] / rates[unit]:10.2f}")
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main()
