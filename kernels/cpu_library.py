@@ -226,7 +226,8 @@ def _compile(compiler: list[str], built: Path) -> None:
 
 
 def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}  # a sanitizer's, say
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         told = next((line for line in lines if "error" in line), lines[-1] if lines else "no message")
