@@ -4,7 +4,6 @@
 #   make test          set up, then run every test that needs no GPU
 #   make gpu-test      set up, then run the tests that need a CUDA GPU
 #   make lint          set up, then ruff and pyright
-#   make sanitize      set up, then test the C++ kernels built with the address and undefined-behaviour sanitizers
 #   make setup         the environment alone
 #
 # PYTHON=python3.12 chooses the interpreter. Where it already has torch >= 2.11, that torch is used and left alone;
@@ -14,7 +13,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
 
-.PHONY: setup demo test gpu-test lint sanitize clean
+.PHONY: setup demo test gpu-test lint clean
 
 setup: $(VENV)/ready
 
@@ -35,13 +34,6 @@ lint: setup
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m pyright --pythonpath $(PY)
-
-# Instructions that trap would end the tests without a word; leaks are the interpreter's own.
-sanitize: setup
-	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
-	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 CXX=g++ \
-	TCPORT_CXXFLAGS="-fsanitize=address,undefined -fno-omit-frame-pointer -g1 -O1" \
-	$(PY) -m pytest ir_tests/test_cpu_kernel.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
