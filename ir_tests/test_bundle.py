@@ -266,13 +266,21 @@ def test_what_the_driver_refuses_is_an_error_with_its_name(monkeypatch: pytest.M
         monkeypatch.setattr(load, "_driver" if load is cuda_driver else "_hip", lambda f=failing: FakeDriver(f))
         with pytest.raises(BundleError, match=f"{failing} of attend failed: REFUSED"):
             load.load(b"", "attend", 0, 32)
+        absent = types.SimpleNamespace(**{failing: _no_library})
+        monkeypatch.setattr(load, "_driver" if load is cuda_driver else "_hip", lambda absent=absent: absent)
+        with pytest.raises(BundleError, match="cannot be used .libcuda"):
+            load.load(b"", "attend", 0, 32)
     monkeypatch.setattr(cuda_driver, "_driver", lambda: FakeDriver("cuLaunchKernel"))
     with pytest.raises(KernelLaunchError, match="failed: REFUSED"):
         cuda_driver.load(b"", "attend", 0, 32)((1, 1, 1), (), (), "cuda:0")
 
 
+def _no_library(*args: Any) -> None:
+    raise RuntimeError("libcuda.so.1 was not found")
+
+
 def test_absent_packages_are_a_reason_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
     monkeypatch.setitem(sys.modules, "hip", None)
     for load in (cuda_driver.load, hip_driver.load):
         with pytest.raises(BundleError, match="pip install 'tcport") as caught:

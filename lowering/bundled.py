@@ -52,13 +52,18 @@ def _answer(name: str, spec: AttentionSpec | WriteSpec, profile: DeviceProfile) 
         tiles: dict[TileConfig, list[Entry]] = {}
         for entry in bundle.entries:
             if entry.kernel == _KERNELS[type(spec)](spec) and dict(entry.facts) == wanted:
-                tiles.setdefault(TileConfig(**entry.tile), []).append(entry)
+                tiles.setdefault(_tile(entry), []).append(entry)
         for tile, entries in tiles.items():
             config = _with_splits(tile, spec, profile)
             candidates.append(Candidate(name, "blob", _runner(name, config, BundleLauncher(bundle, entries)), config))
         if not tiles:
             reasons.append(f"{bundle.folder} has no kernel for this spec")
     return candidates or Verdict.no("; ".join(reasons))
+
+
+def _tile(entry: Entry) -> TileConfig:
+    tile = entry.tile
+    return TileConfig(tile["block_m"], tile["block_n"], tile["num_warps"], tile["num_stages"])
 
 
 def _with_splits(tile: TileConfig, spec: AttentionSpec | WriteSpec, profile: DeviceProfile) -> TileConfig:

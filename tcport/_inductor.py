@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -286,24 +287,16 @@ def _naming(compile_triton: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def triton(self: AsyncCompile, kernel_name: str, source_code: str, *args: Any, **kwargs: Any) -> Any:
-        @contextlib.contextmanager
-        def named() -> Iterator[None]:
+        def named(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             try:
-                yield
+                return function(*args, **kwargs)
             except Exception as error:
                 setattr(error, _KERNEL, (kernel_name, source_code))
                 raise
 
-        with named():
-            kernel = compile_triton(self, kernel_name, source_code, *args, **kwargs)
+        kernel = named(compile_triton, self, kernel_name, source_code, *args, **kwargs)
         if isinstance(kernel, CodeCacheFuture):
-            finish = kernel.result
-
-            def result(*args: Any, **kwargs: Any) -> Any:
-                with named():
-                    return finish(*args, **kwargs)
-
-            kernel.result = result  # type: ignore[method-assign]
+            kernel.result = functools.partial(named, kernel.result)  # type: ignore[method-assign]
         return kernel
 
     return triton

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,11 @@ def load(data: bytes, symbol: str, shared: int, threads: int) -> Callable[..., N
         BundleError: cuda-python is absent, or the driver refuses the binary.
     """
     driver = _driver()
-    library = _taken(driver.cuLibraryLoadData(data, [], [], 0, [], [], 0), "cuLibraryLoadData", symbol)
+    try:
+        answer = driver.cuLibraryLoadData(data, [], [], 0, [], [], 0)
+    except RuntimeError as error:  # cuda-python looks for libcuda at its first call
+        raise BundleError(f"The CUDA driver cannot be used ({error}).", "Install the display driver.") from error
+    library = _taken(answer, "cuLibraryLoadData", symbol)
     kernel = _taken(driver.cuLibraryGetKernel(library, symbol.encode()), "cuLibraryGetKernel", symbol)
     function = _taken(driver.cuKernelGetFunction(kernel), "cuKernelGetFunction", symbol)
     if shared > _DEFAULT_SHARED:
@@ -42,10 +47,9 @@ def load(data: bytes, symbol: str, shared: int, threads: int) -> Callable[..., N
 
 def _driver() -> Any:
     try:
-        from cuda.bindings import driver
+        return importlib.import_module("cuda.bindings.driver")
     except ImportError as error:
         raise BundleError(f"cuda-python is not installed ({error}).", "pip install 'tcport[nvidia]'.") from error
-    return driver
 
 
 def _taken(answer: tuple[Any, ...], call: str, symbol: str) -> Any:

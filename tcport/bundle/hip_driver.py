@@ -17,7 +17,11 @@ def load(data: bytes, symbol: str, shared: int, threads: int) -> Callable[..., N
         BundleError: hip-python is absent, or the runtime refuses the binary.
     """
     hip = _hip()
-    module = _taken(hip.hipModuleLoadData(data), "hipModuleLoadData", symbol)
+    try:
+        answer = hip.hipModuleLoadData(data)
+    except RuntimeError as error:  # hip-python looks for libamdhip64 at its first call
+        raise BundleError(f"The HIP runtime cannot be used ({error}).", "Install the ROCm runtime.") from error
+    module = _taken(answer, "hipModuleLoadData", symbol)
     function = _taken(hip.hipModuleGetFunction(module, symbol.encode()), "hipModuleGetFunction", symbol)
 
     def launch(grid: tuple[int, int, int], numbers: tuple[Any, ...], types: tuple[Any, ...], device: Any) -> None:
@@ -42,7 +46,7 @@ def load(data: bytes, symbol: str, shared: int, threads: int) -> Callable[..., N
 def _hip() -> Any:
     try:
         from hip import hip
-    except (ImportError, RuntimeError) as error:  # RuntimeError: installed, and no libamdhip64 to be found
+    except (ImportError, RuntimeError) as error:  # RuntimeError: older ones look for libamdhip64 when imported
         raise BundleError(f"hip-python cannot be used ({error}).", "pip install 'tcport[amd]'.") from error
     return hip
 

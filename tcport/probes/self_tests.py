@@ -44,7 +44,11 @@ def self_tests(device: torch.device) -> dict[str, Callable[[], str]]:
 def _attention(entry: Callable[..., tuple[torch.Tensor, torch.Tensor]], call: AttentionCall, tile: TileConfig) -> str:
     """One call with three splits, whose results the kernel has to merge."""
     want, _ = reference.paged_attention(
-        *(x.cpu() for x in (call.query, call.k_cache, call.v_cache, call.block_table, call.seq_lens)),
+        call.query.cpu(),
+        call.k_cache.cpu(),
+        call.v_cache.cpu(),
+        call.block_table.cpu(),
+        call.seq_lens.cpu(),
         None if call.cu_seqlens_q is None else call.cu_seqlens_q.cpu(),
     )
     out, _ = entry(call, dataclasses.replace(tile, num_splits=3), _launch)
@@ -96,12 +100,13 @@ def _problem(device: torch.device, q_lens: tuple[int, ...]) -> AttentionCall:
     pages = 20
     decode_form = set(q_lens) == {1}
     query = torch.randn(sum(q_lens), _HEADS, _DIM, device=device).to(_DTYPE)
-    caches = [torch.randn(pages * len(_LENS), _PAGE, _KV_HEADS, _DIM, device=device).to(_DTYPE) for _ in range(2)]
-    table = torch.randperm(pages * len(_LENS), device=device).reshape(len(_LENS), pages).int()
-    bounds = torch.tensor([0, *q_lens], device=device).cumsum(0).int()
-    return AttentionCall.of(
-        query, *caches, table, torch.tensor(_LENS, device=device).int(), None if decode_form else bounds
+    k_cache, v_cache = (
+        torch.randn(pages * len(_LENS), _PAGE, _KV_HEADS, _DIM, device=device).to(_DTYPE) for _ in range(2)
     )
+    table = torch.randperm(pages * len(_LENS), device=device).reshape(len(_LENS), pages).int()
+    lens = torch.tensor(_LENS, device=device).int()
+    bounds = None if decode_form else torch.tensor([0, *q_lens], device=device).cumsum(0).int()
+    return AttentionCall.of(query, k_cache, v_cache, table, lens, bounds)
 
 
 def _launch(kernel: object) -> object:
