@@ -13,9 +13,10 @@ import torch
 from fault_injection import TILES, Faulty, installed, launching, raising, refuse
 from subprocess_results import run_in_subprocess
 from torch import Tensor
+from torch._inductor.codecache import LambdaFuture
 
 import tcport
-from tcport import history, quarantine
+from tcport import _inductor, history, quarantine
 from tcport._inductor import failed_kernel
 from tcport.emission import Emitted
 from tcport.errors import KernelBuildError, KernelLaunchError
@@ -220,3 +221,14 @@ def test_compiled_code_calls_a_bundle_as_one_operator(monkeypatch: pytest.Monkey
     assert [n.kernel for n in last.nodes] == ["bundle_write_here+bundle_attention_here"]
     assert last.clones == []
     assert calls == ["bundle_write", "bundle_attention"]
+
+
+def test_a_compile_that_fails_now_or_in_a_worker_names_its_kernel() -> None:
+    def broken(*args: object) -> None:
+        raise RuntimeError("ptxas fatal")
+
+    for compile_triton in (broken, lambda *args: LambdaFuture(broken)):
+        named = _inductor._naming(compile_triton)
+        with pytest.raises(RuntimeError, match="ptxas fatal") as caught:
+            named(None, "attend", "its source").result()
+        assert failed_kernel(caught.value) == ("attend", "its source")
