@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from tcport.errors import LoweringRegistrationError
+from tcport.device import DeviceProfile
+from tcport.errors import LoweringRegistrationError, NoCandidateError
 from tcport.ir import Dim
+from tcport.lowering.candidate import Candidate, Rejection, Selection
+from tcport.lowering.registry import rows, select
 from tcport.lowering.spec import dim, dtype_name
 
 
@@ -64,6 +69,36 @@ def overload_of(name: str) -> Any:
             f"There is no operator {name!r}.", "Define it with torch.library first, or import the module that does."
         )
     return packet.default
+
+
+def chain_of(name: str) -> Callable[..., Selection]:
+    """How the chain of an operator is chosen: the registered lowerings that fit, and last the operator itself."""
+
+    def choose(spec: ForeignSpec, profile: DeviceProfile, *, kernel: str | None = None) -> Selection:
+        itself = Candidate(name, "torch", lambda call, launch: _twin_of(name)(*call.args, **call.kwargs), why="its own")
+        try:
+            chosen = select(name, spec, profile, kernel=kernel)
+        except NoCandidateError as error:
+            if kernel is not None and any(row.name == kernel for row in rows(name)):
+                raise
+            return Selection((itself,), (Rejection("every lowering", error.cause),))
+        return Selection((*chosen.candidates, itself), chosen.rejections)
+
+    return choose
+
+
+@functools.cache
+def _twin_of(name: str) -> Any:
+    """An operator that calls another one, and for which there is no lowering: a graph calls it as it is."""
+    original = overload_of(name)
+    twin, signature = f"call_{name.replace('::', '_')}", str(original._schema).partition("(")
+    _LIBRARY.define(f"{twin}({signature[2]}")
+    _LIBRARY.impl(twin, original, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"tcport::{twin}", original, lib=_LIBRARY)
+    return getattr(torch.ops.tcport, twin).default
+
+
+_LIBRARY = torch.library.Library("tcport", "FRAGMENT")
 
 
 def _facts(value: Any) -> Any:

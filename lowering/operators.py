@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from tcport.device import DeviceProfile
 from tcport.functional_write import FunctionalWrite
 from tcport.kernels.call import AttentionCall, MergeCall, WriteAndAttendCall, WriteCall
 from tcport.lowering.candidate import Selection
-from tcport.lowering.foreign import ForeignCall, foreign_spec, overload_of
+from tcport.lowering.foreign import ForeignCall, chain_of, foreign_spec, overload_of
 from tcport.lowering.registry import registered_operators, select
 from tcport.lowering.spec import attention_spec, merge_spec, write_and_attend_spec, write_spec
 from tcport.lowering.write_and_attend import select_both
@@ -72,7 +73,13 @@ OPERATORS = (PAGED_ATTENTION, KV_WRITE, WRITE_AND_ATTEND, MERGE_STATES)
 def all_operators() -> tuple[Operator, ...]:
     """tcport's own operators, and those of other libraries that a lowering is registered for."""
     foreign = (name for name in registered_operators() if "::" in name)
-    return (*OPERATORS, *(Operator(name, ForeignCall.of, foreign_spec) for name in foreign))
+    return (*OPERATORS, *(foreign_operator(name) for name in foreign))
+
+
+@functools.cache
+def foreign_operator(name: str) -> Operator:
+    """An operator of another library, ``"namespace::name"``."""
+    return Operator(name, ForeignCall.of, foreign_spec, chain_of(name))
 
 
 def operator_of(node: torch.fx.Node) -> Operator | None:

@@ -32,6 +32,8 @@ class Row:
     flags: tuple[str, ...]
     priority: int
     state: Callable[[], str] | None = None
+    inputs: Callable[[], Iterable[tuple[Any, ...]]] | None = None
+    tolerance: tuple[float, float] = (1e-2, 1e-2)
 
     def fits(self, profile: DeviceProfile) -> Verdict:
         """Whether the device is one of this row's. The vendor is decided before any capability is looked at."""
@@ -81,6 +83,8 @@ def register_lowering(
     flags: tuple[str, ...] = (),
     priority: int = 0,
     state: Callable[[], str] | None = None,
+    inputs: Callable[[], Iterable[tuple[Any, ...]]] | None = None,
+    tolerance: tuple[float, float] = (1e-2, 1e-2),
 ) -> Callable[[LowerFn], LowerFn]:
     """Register a lowering of an operator.
 
@@ -88,7 +92,8 @@ def register_lowering(
     the same kernel and the same devices replaces the earlier one.
 
     Args:
-        op: the operator's name within its namespace, such as ``"paged_attention"``.
+        op: the operator's name within ``tcport``, such as ``"paged_attention"``, or ``"namespace::name"`` for an
+            operator of another library. Behind the last lowering of such an operator stands the operator itself.
         name: how options and reports call the kernel; default: the function's name.
         vendor: ``"nvidia"``, ``"amd"``, ``"intel"`` or ``"cpu"``; None: any.
         arch: a pattern such as ``"sm_9*"`` or ``"gfx94*"``; None: any.
@@ -98,19 +103,38 @@ def register_lowering(
         state: names what the answer depends on besides the device, such as a library that this machine's compiler has
             built. It is part of the cache key, and called before a cached graph that may use the row is run: what such
             a graph calls must then be loaded.
+        inputs: for an operator of another library: makes sample arguments, one tuple a call. On registration they show
+            that the lowering's results have the shapes, strides and dtypes of the operator's;
+            :func:`tcport.testing.check_lowering` compares the numbers.
+        tolerance: relative and absolute, for that comparison.
 
     The decorated function takes ``(spec, profile)`` and returns a :class:`Candidate`, several of them in the order of
-    preference, or a :class:`Verdict` that says why it has none.
+    preference, or a :class:`Verdict` that says why it has none. For an operator of another library the spec is a
+    :class:`tcport.lowering.foreign.ForeignSpec`, and the candidate's ``run`` is given a ``ForeignCall``.
+
+    Raises:
+        LoweringRegistrationError: there is no such operator, or the lowering does not agree with it.
     """
 
     def register(lower: LowerFn) -> LowerFn:
         global _generation
         _generation += 1
-        row = Row(op, name or lower.__name__, lower, vendor, arch, flags, priority, state)
+        row = Row(op, name or lower.__name__, lower, vendor, arch, flags, priority, state, inputs, tolerance)
+        if "::" in op:
+            _check(row)
         _ROWS[:] = [r for r in _ROWS if r.place() != row.place()] + [row]
         return lower
 
     return register
+
+
+def _check(row: Row) -> None:
+    from tcport.lowering.agreement import check_results
+    from tcport.lowering.foreign import overload_of
+
+    overload_of(row.op)
+    if row.inputs is not None:
+        check_results(row, row.inputs)
 
 
 def unregister_lowering(op: str, name: str) -> None:

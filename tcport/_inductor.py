@@ -106,8 +106,7 @@ def interpret_graph(
         functional.recompile()
         return make_boxed_func(functional.forward)
 
-    patches = {"force_disable_caches": True}
-    return compile_fx(gm, list(example_inputs), inner_compile=interpret, config_patches=patches)  # type: ignore[arg-type]
+    return compile_fx(gm, list(example_inputs), interpret, {"force_disable_caches": True})  # type: ignore[arg-type]
 
 
 def mode_patches(mode: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from tcport.testing.recipe import LAYOUTS, Recipe
 
 if TYPE_CHECKING:
     from tcport.testing.compiles import assert_no_clone, count_compiles
-    from tcport.testing.devices import inject_failure, lower_on
+    from tcport.testing.devices import check_lowering, inject_failure, lower_on
     from tcport.testing.equivalence import assert_equivalent
     from tcport.testing.graphs import capture, run_pass
     from tcport.testing.strategies import paged_batches, recipes
@@ -33,6 +33,7 @@ __all__ = [
     "assert_no_clone",
     "build_batch",
     "capture",
+    "check_lowering",
     "count_compiles",
     "inject_failure",
     "lower_on",
@@ -51,6 +52,7 @@ _LAZY = {
     "assert_equivalent": "equivalence",
     "assert_no_clone": "compiles",
     "capture": "graphs",
+    "check_lowering": "devices",
     "count_compiles": "compiles",
     "inject_failure": "devices",
     "lower_on": "devices",

@@ -15,6 +15,7 @@ from tcport.describe import node_report
 from tcport.device import DeviceProfile
 from tcport.errors import ArgumentError, KernelBuildError
 from tcport.lowering import registry
+from tcport.lowering.agreement import check_numbers
 from tcport.lowering.candidate import Candidate, Verdict
 from tcport.report import GraphReport, NodeReport
 from tcport.testing.graphs import interpreted
@@ -60,6 +61,26 @@ def lower_on(
         pretending(*args, **kwargs)
     torch.compiler.reset()
     return nodes
+
+
+def check_lowering(op: str, name: str, *, device: torch.device | str = "cpu") -> int:
+    """Fail unless a registered lowering gives its operator's numbers on its sample inputs; returns how many it ran.
+
+    Args:
+        op: the operator, ``"namespace::name"``. name: the lowering.
+        device: where it runs; a lowering that refuses the device is compared no times.
+
+    Raises:
+        ArgumentError: no such lowering, or it was registered without ``inputs``.
+        AssertionError: the numbers differ by more than the tolerance it was registered with.
+    """
+    found = [row for row in registry.rows(op) if row.name == name and row.inputs is not None]
+    if not found:
+        raise ArgumentError(
+            f"There is no lowering {name!r} of {op!r} with sample inputs.",
+            "Register it with inputs=..., a function that makes tuples of arguments.",
+        )
+    return sum(check_numbers(row, row.inputs, row.tolerance, device) for row in found)  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager

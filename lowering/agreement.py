@@ -1,0 +1,109 @@
+"""Whether a lowering does what its operator does: on registration by shapes, in tests by numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tcport.device import DeviceProfile, device_profile
+from tcport.device.catalog import catalogue, catalogue_profile
+from tcport.errors import LoweringRegistrationError
+from tcport.lowering.candidate import Candidate, Verdict
+from tcport.lowering.foreign import ForeignCall, foreign_spec, overload_of
+from tcport.lowering.registry import Row
+
+Samples = Callable[[], Iterable[tuple[Any, ...]]]
+"""Makes sample arguments of an operator, one tuple a call."""
+
+
+def check_results(row: Row, samples: Samples) -> None:
+    """Refuse a lowering whose results differ from its operator's in number, shape, strides or dtype.
+
+    Nothing is computed: operator and lowering run on meta tensors, and Triton kernels are not launched. Every device of
+    the catalogue that the row is for, and this machine's CPU, is asked for candidates.
+
+    Raises:
+        LoweringRegistrationError: names the kernel, the arguments and what differs; or says that no device that the row
+            is for gave a candidate.
+    """
+    operator = overload_of(row.op)
+    seen = False
+    for arguments in samples():
+        call = ForeignCall.of(*map(_meta, arguments))
+        expected = _facts(operator(*call.args))
+        for candidate in _candidates(row, call):
+            seen = True
+            actual = _facts(candidate.run(call, lambda kernel: _NotLaunched()))
+            if actual != expected:
+                raise LoweringRegistrationError(
+                    f"Kernel {candidate.kernel} of {row.op} returns {actual} for {_facts(call.args)}, and the operator "
+                    f"{expected}.",
+                    "Allocate the results as the operator's fake does.",
+                )
+    if not seen:
+        raise LoweringRegistrationError(
+            f"Lowering {row.name} of {row.op} has no candidate for its own sample inputs on any device it is for.",
+            "Give inputs that it takes, or the vendor and architecture it is for.",
+        )
+
+
+def check_numbers(row: Row, samples: Samples, tolerance: tuple[float, float], device: torch.device | str) -> int:
+    """Fail unless every candidate gives the operator's numbers on a device; returns how many comparisons were made.
+
+    Args:
+        tolerance: relative and absolute, as ``torch.testing.assert_close`` takes them.
+
+    Raises:
+        AssertionError: from ``torch.testing.assert_close``.
+    """
+    profile, compared = device_profile(torch.device(device)), 0
+    for arguments in samples():
+        moved = [a.to(device) if isinstance(a, Tensor) else a for a in arguments]
+        call = ForeignCall.of(*moved)
+        expected = overload_of(row.op)(*_copies(moved))
+        for candidate in _answers(row, call, profile):
+            actual = candidate.run(ForeignCall.of(*_copies(moved)), lambda kernel: kernel)
+            torch.testing.assert_close(actual, expected, rtol=tolerance[0], atol=tolerance[1])
+            compared += 1
+    return compared
+
+
+def _candidates(row: Row, call: ForeignCall) -> Iterator[Candidate]:
+    for profile in (device_profile(torch.device("cpu")), *map(catalogue_profile, catalogue())):
+        if row.fits(profile).ok:
+            yield from _answers(row, call, profile)
+
+
+def _answers(row: Row, call: ForeignCall, profile: DeviceProfile) -> tuple[Candidate, ...]:
+    answer = row.lower(foreign_spec(call), profile) if row.fits(profile).ok else Verdict(False)
+    if isinstance(answer, Verdict):
+        return ()
+    return (answer,) if isinstance(answer, Candidate) else tuple(answer)
+
+
+def _meta(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+def _copies(values: Iterable[Any]) -> list[Any]:
+    return [value.clone() if isinstance(value, Tensor) else value for value in values]
+
+
+def _facts(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)} strides {list(value.stride())}"
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_facts, value))
+    return value
+
+
+class _NotLaunched:
+    """Stands for a Triton kernel whose results nobody looks at."""
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
