@@ -345,17 +345,10 @@ class TestA9SlotsThatNameNothing:
             assert not k_cache[0, 0].float().any()
 
 
+_ZEROED = "test_equal_to_a_zeroed_cache"
 COMPILED_CASES: dict[str, tuple[Any, str, dict[str, Any]]] = {
-    "A1": (
-        TestA1UnwrittenSlotsPoisonNothing,
-        "test_equal_to_a_zeroed_cache",
-        {"dtype": torch.bfloat16, "quantised": False},
-    ),
-    "A1 fp8": (
-        TestA1UnwrittenSlotsPoisonNothing,
-        "test_equal_to_a_zeroed_cache",
-        {"dtype": torch.float16, "quantised": True},
-    ),
+    "A1": (TestA1UnwrittenSlotsPoisonNothing, _ZEROED, {"dtype": torch.bfloat16, "quantised": False}),
+    "A1 fp8": (TestA1UnwrittenSlotsPoisonNothing, _ZEROED, {"dtype": torch.float16, "quantised": True}),
     "A2": (TestA2ZeroLengthSequences, "test_decode", {"lens": (0, 5, 0, 17), "sinks": False}),
     "A2 all empty": (TestA2ZeroLengthSequences, "test_decode", {"lens": (0, 0, 0), "sinks": False}),
     "A2 nothing": (TestA2ZeroLengthSequences, "test_no_tokens_and_no_pages", {}),
