@@ -19,8 +19,13 @@ from tcport.adapter.views import reshape_coords
 
 def value(expr: sympy.Expr, at: dict[sympy.Symbol, int]) -> int:
     """An expression at a point, with divisions carried out."""
-    expr = expr.xreplace({symbol: sympy.Integer(x) for symbol, x in at.items()})
-    return int(expr.replace(lambda e: isinstance(e, FloorDiv), lambda e: e.args[0] // e.args[1]))
+    if isinstance(expr, FloorDiv):
+        return value(expr.args[0], at) // value(expr.args[1], at)
+    if isinstance(expr, sympy.Add):
+        return sum(value(arg, at) for arg in expr.args)
+    if isinstance(expr, sympy.Mul):
+        return math.prod(value(arg, at) for arg in expr.args)
+    return at[expr] if expr in at else int(expr)
 
 
 def points(space: Space) -> list[dict[sympy.Symbol, int]]:
@@ -120,6 +125,14 @@ def test_a_slot_splits_into_its_page_and_offset() -> None:
     slot = page * 8 + space.mod(j, sympy.Integer(8))
     assert space.floordiv(slot, sympy.Integer(8)) == page
     assert space.mod(slot, sympy.Integer(8)) == j - 8 * FloorDiv(j, 8)
+
+
+def test_numbers_are_divided_at_once() -> None:
+    space = Space()
+    x = space.symbol("x", sympy.Integer(4))
+    assert space.floordiv(sympy.Integer(-1), sympy.Integer(2)) == -1
+    assert space.floordiv(x + 20, sympy.Integer(8)) == 2 + space.floordiv(x + 4, sympy.Integer(8)) == 2
+    assert space.mod(sympy.Integer(-1), sympy.Integer(8)) == 7
 
 
 def test_unknown_elements_are_not_bounded() -> None:

@@ -95,7 +95,7 @@ def model_of(choose: Choose) -> Callable[..., Tensor]:
     return model
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(st.data())
 def test_random_models(data: st.DataObject) -> None:
     def choose(name: str, options: list[Any]) -> Any:

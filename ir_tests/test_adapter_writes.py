@@ -92,12 +92,17 @@ def write_args(tokens: int = 7) -> tuple[Tensor, ...]:
     return given.k_cache, given.v_cache, slots, given.k[:, 0], given.v[:, 0]
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("write", WRITES, ids=lambda w: w.__name__)
-def test_write(write: Write, dynamic: bool) -> None:
-    adapted = run(write_both(write), *write_args(), dynamic=dynamic)
+def test_write(write: Write) -> None:
+    adapted = run(write_both(write), *write_args())
     assert adapted.kinds == ["kv_write:writes"], adapted.report
     assert not adapted.rules
+
+
+@pytest.mark.parametrize("write", [setitem_page_and_offset, index_copy, setitem_on_rows], ids=lambda w: w.__name__)
+def test_write_with_symbolic_sizes(write: Write) -> None:
+    adapted = run(write_both(write), *write_args(), dynamic=True)
+    assert adapted.kinds == ["kv_write:writes"], adapted.report
 
 
 def test_slots_are_passed_on_as_they_are() -> None:

@@ -78,6 +78,10 @@ class Space:
             return x
         whole, rest = [], []
         for term in sympy.Add.make_args(x):
+            if term.is_Integer and n.is_Integer:
+                whole.append(term // n)
+                rest.append(term % n)
+                continue
             quotient = divided(term, n)
             (rest if quotient is None else whole).append(term if quotient is None else quotient)
         remainder = sympy.Add(*rest)
@@ -85,8 +89,10 @@ class Space:
             return sympy.Add(*whole)
         if isinstance(remainder, FloorDiv):
             return sympy.Add(*whole, self.floordiv(remainder.args[0], sympy.expand(remainder.args[1] * n)))
-        coarser: Any = self._coarser(remainder, n)
-        return sympy.Add(*whole, FloorDiv(remainder, n) if coarser is None else coarser)
+        rounded: Any = self._coarser(remainder, n)
+        if rounded is None:
+            rounded = FloorDiv(remainder, n)
+        return sympy.Add(*whole, rounded)
 
     def mod(self, x: Expr, n: Expr) -> Expr:
         """``x % n`` with the sign of n: written ``x - n * (x // n)`` so that the two halves of a split cancel."""

@@ -57,10 +57,9 @@ def _rewrite(facts: GraphFacts, match: Match, memo: dict, replaced: dict[Node, N
         rule = refused.rule if isinstance(refused, Rejected) else "layout"
         reason = refused.reason if isinstance(refused, Rejected) else str(refused)
         return Rejection(match.node, rule, reason, match.matcher)
-    if result is not None:
-        match.node.replace_all_uses_with(result)
     emit.tidy(result)
     if result is not None:
+        match.node.replace_all_uses_with(result)
         replaced[match.node] = result
     return match
 

@@ -86,9 +86,8 @@ class GraphFacts:
 
     def holds(self, size: Expr) -> bool:
         """Whether ``size >= 0`` in this trace, under a guard by which torch compiles anew where it is not."""
-        known: dict[Any, Any] = {
-            s.node.expr: s for n in self.nodes for s in _sizes_of(n) if isinstance(s, torch.SymInt)
-        }
+        sizes = [s for node in self.nodes for s in _sizes_of(node) if isinstance(s, torch.SymInt)]
+        known: dict[Any, Any] = {s.node.expr: s for s in sizes}
         symbols = [known.get(symbol) for symbol in size.free_symbols]
         if not all(s is not None and s.node.has_hint() for s in symbols):
             return False
