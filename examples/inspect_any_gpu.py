@@ -12,7 +12,7 @@ from tcport.device.catalog import catalogue, catalogue_profile
 from tcport.testing import lower_on
 
 
-def decode(query: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor) -> Tensor:
+def decode(query: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor) -> object:
     return tcport.paged_attention(query, k_cache, v_cache, block_table, seq_lens)
 
 

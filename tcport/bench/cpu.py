@@ -48,7 +48,7 @@ def decode(dtype: torch.dtype) -> None:
         if name == "head-major":
             runs["gather + SDPA"] = nbytes, lambda a=(query, k, v, table): gathered(*a)
             dense = [c[table].flatten(1, 2).transpose(1, 2).contiguous() for c in (k, v)]
-            runs["SDPA, dense KV"] = nbytes, lambda q=query, kv=dense: sdpa(q[:, :, None], *kv)
+            runs["SDPA, dense KV"] = nbytes, lambda q=query, kv=dense: sdpa(q[:, :, None], kv[0], kv[1])
     times = medians({name: run for name, (_, run) in runs.items()})
     rates = {name: nbytes / times[name] / 1e9 for name, (nbytes, _) in runs.items()}
     table_of(f"decode, {dtype}", {name: f"{rate:6.1f} GB/s" for name, rate in rates.items()}, rates, "read memory")
