@@ -32,6 +32,8 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in CACHE_VARIABLES:
         os.environ[name] = str(root / name.lower())
     config.add_cleanup(lambda: shutil.rmtree(root, ignore_errors=True))
+    if not config.pluginmanager.has_plugin("tcport"):  # an installed tcport has brought it as an entry point
+        config.pluginmanager.import_plugin("tcport.testing.plugin")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -26,8 +26,6 @@ from tcport.testing import (
     run_pass,
 )
 
-pytest_plugins = ("tcport.testing.plugin",)
-
 aten = torch.ops.aten
 
 
