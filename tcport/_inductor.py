@@ -343,6 +343,7 @@ def _lowering(emit: Callable[[torch.fx.Node], Emission]) -> Callable[..., Any]:
 def _with_strides(value: Any, fake: Any) -> Any:
     if not isinstance(fake, torch.Tensor):
         return value
+    value.realize()  # else a tensor that only exists as an expression is made a buffer that a write to it would miss
     return ir.ExternKernel.require_exact_strides(value, fake.stride())
 
 
