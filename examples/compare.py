@@ -162,10 +162,11 @@ def sample_arguments(setup: Setup) -> dict[str, tuple[Tensor, ...]]:
     """Arguments to compile with; everything is written to the scratch page."""
     # Equal sizes are taken for one size when a graph is captured: a batch as wide as the block table would tie the two.
     batch = MIN_BATCH + (setup.table_width == MIN_BATCH)
-    tables = torch.zeros(batch, setup.table_width, dtype=torch.int32, device=setup.device)
-    tokens = torch.zeros(batch, dtype=torch.int64, device=setup.device)
     prompt = torch.tensor([setup.prompt_ids[0]], device=setup.device)
-    return {"prefill": (prompt, tables[:1]), "decode": (tokens, tokens.clone(), tables)}
+    tokens, positions = (torch.zeros(batch, dtype=torch.int64, device=setup.device) for _ in range(2))
+    # Tensors of their own, as in serving: a graph captured with a view is tied to there being a base.
+    one, several = (torch.zeros(rows, setup.table_width, dtype=torch.int32, device=setup.device) for rows in (1, batch))
+    return {"prefill": (prompt, one), "decode": (tokens, positions, several)}
 
 
 def explain(setup: Setup) -> dict[str, str]:

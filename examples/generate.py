@@ -123,10 +123,6 @@ def main(
     names = ["eager", "inductor", "tcport"] if backend is BackendChoice.all else [backend.value]
     results = compare(setup, names)
     show_summary(console, results)
-    if explain_tcport:
-        for step, report in explain(setup).items():
-            console.rule(f"tcport: {step}")
-            console.print(report, highlight=False, markup=False)
     if json_file:
         run = {
             "model": file.path.name,
@@ -140,6 +136,10 @@ def main(
             "results": [result.to_dict() for result in results],
         }
         json_file.write_text(json.dumps(run, indent=2) + "\n", encoding="utf-8")
+    if explain_tcport:
+        for step, report in explain(setup).items():
+            console.rule(f"tcport: {step}")
+            console.print(report, highlight=False, markup=False)
 
 
 def read_prompts(path: Path) -> list[str]:

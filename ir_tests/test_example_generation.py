@@ -20,7 +20,7 @@ NEW_TOKENS = 64
 STORY = (
     "A fox lived at the edge of a wood, beside a stream that froze in winter and sang in spring. Every morning it "
     "walked the same path, past the mill, past the three old oaks, and down to the bridge, where it waited for the "
-    "sun. "
+    "sun."
 )
 PROMPTS = [
     "What is the capital of France?",
@@ -29,8 +29,8 @@ PROMPTS = [
     "List the first five prime numbers.",
     "Give me three names for a cat that is afraid of mice, and say why each of them fits.",
     "Hi",
-    "Where does the fox go every morning? " + STORY * 2,
-    "Continue this story: " + STORY * 3,
+    " ".join(["Where does the fox go every morning?", STORY, STORY]),
+    " ".join(["Continue this story:", STORY, STORY, STORY]),
 ]
 
 

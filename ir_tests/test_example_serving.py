@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 import tcport
 from attention import SPELLINGS
+from compare import Setup, compare
 from kv_pool import SCRATCH_PAGE, PagePool, new_caches
 from llama import Llama, LlamaConfig
 from serving import Request, Server
@@ -205,6 +207,37 @@ def test_the_compile_count_a_reader_sees(model: Llama, prompts: list[list[int]],
     # One of the prompts is a single token, and the size 1 gets a graph of its own.
     assert counting.graphs == {"prefill": 2, "decode": 1}
     assert tcport.compile_count() - before == 3
+
+
+class Numbers:
+    """Stands in for a tokenizer where nobody reads the text."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+@pytest.mark.parametrize("page_size", [4, 16, 32])  # with pages of 32 the table is as wide as the smallest batch
+def test_nothing_is_compiled_once_serving_begins(
+    model: Llama, prompts: list[list[int]], expected: list[list[int]], page_size: int
+) -> None:
+    """What is compiled before the first request serves all of them: the steps are captured as they are called later."""
+    model.attention = SPELLINGS["torch"]
+    longer = [prompt for prompt in prompts if len(prompt) > 1]
+    setup = Setup(
+        model=model,
+        tokenizer=Numbers(),  # type: ignore[arg-type]
+        prompts=[str(len(prompt)) for prompt in longer],
+        prompt_ids=longer,
+        max_new_tokens=20,
+        max_batch=4,
+        page_size=page_size,
+        layout="page-major",
+        stop_ids=frozenset(),
+        console=Console(quiet=True),
+    )
+    (result,) = compare(setup, ["aot_eager"])
+    assert result.compilations == {"prefill": 1, "decode": 1}
+    assert result.generated == [tokens for prompt, tokens in zip(prompts, expected, strict=True) if len(prompt) > 1]
 
 
 @pytest.mark.parametrize("spelling", ["torch", "canonical"])

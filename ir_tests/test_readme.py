@@ -22,8 +22,9 @@ def test_the_code_runs_and_finds_attention(capsys: Any) -> None:
         *(names[name] for name in ("query", "k_cache", "v_cache", "block_table", "seq_lens"))
     )
     torch.testing.assert_close(names["out"], expected, rtol=1e-4, atol=1e-4)
-    assert {node.op for node in names["report"].nodes} == {"paged_attention", "kv_write"}
-    assert "paged_attention" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "found sdpa: paged_attention" in printed
+    assert "found writes: kv_write" in printed
 
 
 def test_the_make_targets_exist() -> None:

@@ -112,10 +112,12 @@ def _getitem(reader: Reader, ref: Ref, input: Any, index: Any) -> Ref | None:
 
 
 def _part(reader: Reader, ref: Ref, whole: Node, index: int) -> Ref | None:
-    """Element of one result of ``unbind``, ``split``, ``chunk`` or ``tensor_split``."""
+    """Element of one result of ``unbind``, ``split``, ``chunk`` or ``tensor_split``; None for any other tuple."""
+    name = op_name(whole)
+    if name not in ("unbind", "split", "chunk", "tensor_split", "split_with_sizes"):
+        return None  # arguments in the place of a dim may be anything, such as the values of an attention call
     source = whole.args[0] if whole.args else None
     parts = whole.meta.get("example_value")
-    name = op_name(whole)
     if not isinstance(source, Node) or not isinstance(parts, list | tuple) or not isinstance(index, int):
         return None
     positional = 1 if name == "unbind" else 2
@@ -124,8 +126,6 @@ def _part(reader: Reader, ref: Ref, whole: Node, index: int) -> Ref | None:
     if name == "unbind":
         where = sympy.Integer(index % len(parts))
         return reader.ref(source, (*ref.coords[:dim], where, *ref.coords[dim:]), ref.time)
-    if name not in ("split", "chunk", "tensor_split", "split_with_sizes"):
-        return None
     offset = sum((size_expr(p.shape[dim]) for p in parts[: index % len(parts)]), sympy.Integer(0))
     coords = list(ref.coords)
     coords[dim] = sympy.expand(coords[dim] + offset)
