@@ -196,7 +196,7 @@ def test_lower_on_chooses_for_devices_that_are_not_there() -> None:
     here = lower_on(CPU, layer, *args)
     assert [(n.op, n.kernel, n.tier) for n in there] == [("write_and_attend", "triton_write+triton_decode", "tuned")]
     assert there[0].tile
-    assert [(n.op, n.kernel) for n in here] == [("write_and_attend", "torch_write+torch_attention")]
+    assert [(n.op, n.kernel) for n in here] == [("write_and_attend", "cpp_write+cpp_attention")]
     forced = lower_on(H200, layer, *args, options={"kernel": "torch_attention"})
     assert [n.kernel for n in forced] == ["torch_write+torch_attention"]
 
@@ -217,7 +217,7 @@ def test_compiles_are_counted_and_injected_failures_stepped_over(
 def test_an_injected_failure_reaches_the_call() -> None:
     q, kc, vc, table, lens = step().query, *two_tensors(), step().table, step().lens
     want = tcport.paged_attention(q, kc, vc, table, lens)
-    with inject_failure("torch_attention", RuntimeError("injected")), pytest.raises(RuntimeError, match="injected"):
+    with inject_failure("cpp_attention", RuntimeError("injected")), pytest.raises(RuntimeError, match="injected"):
         tcport.paged_attention(q, kc, vc, table, lens)
     assert torch.equal(tcport.paged_attention(q, kc, vc, table, lens), want)
 

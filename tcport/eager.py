@@ -29,13 +29,22 @@ def _kv_write(*args: Any, **options: Any) -> None:
         debug.check_write(call)
     with torch.no_grad():
         chain.run(KV_WRITE, call)
+    _count_write(call.k_cache, call.v_cache)
 
 
 def _write_and_attend(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
     check_write_and_attend(*args, **options)
     call = WRITE_AND_ATTEND.call(*args, **options)
     chain.run(KV_WRITE, call.write)
+    _count_write(call.write.k_cache, call.write.v_cache)
     return chain.run(PAGED_ATTENTION, call.attend)
+
+
+def _count_write(*caches: Tensor) -> None:
+    """Tell autograd of a write: kernels go by pointers, and what was saved for a backward would pass as unchanged."""
+    for cache in caches:
+        if not cache.is_inference():
+            torch.autograd.graph.increment_version(cache)
 
 
 ops.LIBRARY.impl("paged_attention", _paged_attention, "CompositeExplicitAutograd")
