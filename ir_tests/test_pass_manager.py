@@ -206,3 +206,17 @@ def test_dumps_are_numbered_readable_python(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("TCPORT_DUMP", str(files[0]))
     with pytest.raises(ArgumentError, match="TCPORT_DUMP"):
         run_passes(graph(), [make("a")], CONTEXT)
+
+
+def test_identity_does_not_hold_addresses() -> None:
+    """A function inside a value that a pass closes over prints with its address, which no other process has."""
+
+    def closing_over(value: object) -> Callable[[torch.fx.Graph, PassContext], int]:
+        return lambda graph, ctx: len(str(value))
+
+    def fresh() -> Callable[[], None]:
+        return lambda: None
+
+    one, two = (GraphPass("p", closing_over((fresh(), 3))).identity() for _ in range(2))
+    assert one == two
+    assert one != GraphPass("p", closing_over((fresh(), 4))).identity()

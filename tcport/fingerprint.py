@@ -10,6 +10,7 @@ import functools
 import hashlib
 import importlib
 import json
+import re
 import sys
 import types
 from collections.abc import Iterable
@@ -59,33 +60,43 @@ def source_identity(function: Any) -> str:
 
 def _function_parts(function: Any, seen: set[int]) -> list[str]:
     if isinstance(function, functools.partial):
-        return ["partial", *_function_parts(function.func, seen), repr(function.args), repr(function.keywords)]
+        return ["partial", *_function_parts(function.func, seen), _stable(function.args), _stable(function.keywords)]
     if isinstance(function, types.MethodType):
-        return [repr(function.__self__), *_function_parts(function.__func__, seen)]
+        return [_stable(function.__self__), *_function_parts(function.__func__, seen)]
     code = getattr(function, "__code__", None)
     if code is None:  # a callable object: its class is its source, and its attributes are its parameters
         module = sys.modules.get(type(function).__module__)
         parts = [type(function).__qualname__, _file_digest(getattr(module, "__file__", None) or "")]
-        return [*parts, repr(getattr(function, "__dict__", function))]
+        return [*parts, _stable(getattr(function, "__dict__", function))]
     if id(function) in seen:
         return ["recursive"]
     seen.add(id(function))
     parts = [function.__qualname__, str(code.co_firstlineno), _file_digest(code.co_filename), *_code_parts(code)]
-    parts.append(repr((function.__defaults__, function.__kwdefaults__)))
+    parts.append(_stable((function.__defaults__, function.__kwdefaults__)))
     for cell in function.__closure__ or ():
         try:
             value = cell.cell_contents
         except ValueError:  # not bound yet
             continue
-        parts += _function_parts(value, seen) if isinstance(value, types.FunctionType) else [repr(value)]
+        parts += _function_parts(value, seen) if isinstance(value, types.FunctionType) else [_stable(value)]
     return parts
+
+
+def _stable(value: Any) -> str:
+    """``repr`` without addresses: those of a function inside a value differ from process to process."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
 
 
 def _code_parts(code: types.CodeType) -> list[str]:
     """Bytecode, names and constants; of a nested function its own parts, as its object prints with an address."""
     nested = [const for const in code.co_consts if isinstance(const, types.CodeType)]
     plain = [const for const in code.co_consts if not isinstance(const, types.CodeType)]
-    return [code.co_code.hex(), repr(code.co_names), repr(plain), *(part for c in nested for part in _code_parts(c))]
+    return [
+        code.co_code.hex(),
+        _stable(code.co_names),
+        _stable(plain),
+        *(part for c in nested for part in _code_parts(c)),
+    ]
 
 
 def _file_digest(name: str) -> str:
