@@ -10,7 +10,7 @@ import torch
 
 from tcport.ir import TileConfig
 from tcport.kernels import decomposition
-from tcport.kernels.call import AttentionCall, Launcher
+from tcport.kernels.call import AttentionCall, Launcher, WriteCall
 from tcport.lowering.candidate import Candidate
 from tcport.lowering.registry import register_lowering, rows, unregister_lowering
 
@@ -56,6 +56,33 @@ def installed(kernel: Faulty, priority: int = 1) -> Iterator[Faulty]:
         unregister_lowering("paged_attention", kernel.name)
         for row in others:
             register_lowering(row.op, name=row.name, vendor=row.vendor, state=row.state)(row.lower)
+
+
+class FaultyWrite:
+    """A cache write with one tuned kernel; ``fault`` and ``calls`` as in :class:`Faulty`, without tiles."""
+
+    def __init__(self, fault: Callable[[], None], name: str = "faulty_write") -> None:
+        self.fault = fault
+        self.name = name
+        self.calls = 0
+
+    def lower(self, spec: Any, profile: Any) -> Candidate:
+        return Candidate(self.name, "tuned", self._run)
+
+    def _run(self, call: WriteCall, launch: Launcher) -> Any:
+        self.calls += 1
+        self.fault()
+        return decomposition.kv_write(call)
+
+
+@contextlib.contextmanager
+def installed_write(kernel: FaultyWrite, priority: int = 9) -> Iterator[FaultyWrite]:
+    """The write registered for the CPU, ahead of the others, within a ``with`` block."""
+    register_lowering("kv_write", name=kernel.name, vendor="cpu", priority=priority)(kernel.lower)
+    try:
+        yield kernel
+    finally:
+        unregister_lowering("kv_write", kernel.name)
 
 
 def raising(error: BaseException, tiles: tuple[TileConfig, ...] = TILES) -> Callable[[TileConfig], None]:

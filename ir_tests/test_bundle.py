@@ -167,7 +167,8 @@ def test_without_a_compiler_the_bundle_is_next(
     monkeypatch.setenv("TCPORT_BUNDLE", str(built))
     quarantine.clear()
     choice = NodeChoice(PAGED_ATTENTION, spec, select("paged_attention", spec, H200), H200)
-    chain.step_down(choice, choice.selection.candidates[0], RuntimeError("Cannot find ptxas"), "toolchain")
+    first = choice.selection.candidates[0]
+    chain.step_down(choice, first, first, RuntimeError("Cannot find ptxas"), "toolchain")
     assert [c.tier for c in chain.survivors(choice)] == ["blob", "torch"]
     quarantine.clear()
 

@@ -39,6 +39,7 @@ class Candidate:
         why: one line on why this tile was chosen.
         options: compile options of the vendor's own that ``run`` launches with.
         loaded: whether its machine code is in the process already, so that it cannot fail to build or to start.
+        parts: the kernels it runs one after the other, where it runs several; each fails, and is left, by itself.
         source: identity of the code behind it; the registry fills it in.
     """
 
@@ -49,27 +50,45 @@ class Candidate:
     why: str = ""
     options: tuple[tuple[str, Any], ...] = ()
     loaded: bool = False
+    parts: tuple[Part, ...] = ()
     source: str = dataclasses.field(default="", repr=False)
+
+    def steps(self, whole: Any) -> list[tuple[Candidate, Any]]:
+        """The single kernels it runs, in order, each with its part of a call, or of a spec."""
+        return [(part.candidate, part.of(whole)) for part in self.parts] or [(self, whole)]
+
+    @property
+    def kernels(self) -> tuple[Candidate, ...]:
+        """The single kernels it runs, in order: its parts, or itself."""
+        return tuple(part.candidate for part in self.parts) or (self,)
 
     @property
     def needs_compiler(self) -> bool:
         """Whether Triton has to work on this machine."""
-        return self.tier in ("tuned", "generic") and not self.loaded
+        return any(kernel.tier in ("tuned", "generic") and not kernel.loaded for kernel in self.kernels)
 
     @property
     def may_fail(self) -> bool:
-        """Whether compiling a graph, or its first launch, may show that this kernel cannot be had here."""
-        return self.tier != "torch" and not self.loaded
+        """Whether compiling a graph, or its first launch, may show that a kernel of it cannot be had here."""
+        return any(kernel.tier != "torch" and not kernel.loaded for kernel in self.kernels)
 
     @property
-    def parts(self) -> tuple[str, ...]:
-        """The names of the kernels it runs one after the other, which ``kernel`` joins by ``+``."""
-        return tuple(self.kernel.split("+"))
+    def plain(self) -> bool:
+        """Whether it is PyTorch operations alone, behind which there is nothing."""
+        return all(kernel.tier == "torch" for kernel in self.kernels)
 
     def __str__(self) -> str:
         return f"{self.kernel} [{self.tier}]" + "".join(
             [f" {self.config}" if self.config else "", *(f" {name}={value}" for name, value in self.options)]
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One kernel of a candidate that runs several; ``of`` takes its part of the whole's call, or of its spec."""
+
+    candidate: Candidate
+    of: Callable[[Any], Any]
 
 
 @dataclasses.dataclass(frozen=True)

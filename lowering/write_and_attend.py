@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import Any
 
 from tcport.device import DeviceProfile
 from tcport.kernels.call import Launcher, WriteAndAttendCall
-from tcport.lowering.candidate import Candidate, Selection
+from tcport.lowering.candidate import Candidate, Part, Selection
 from tcport.lowering.registry import select
 from tcport.lowering.spec import WriteAndAttendSpec
 
 
 def select_both(spec: WriteAndAttendSpec, profile: DeviceProfile, *, kernel: str | None = None) -> Selection:
-    """Pairs of kernels, best first: each attention kernel behind the best write, and last the two plain PyTorch ones.
+    """Pairs of kernels: each attention kernel, best first, behind each write, best first.
+
+    Either half fails by itself, and the pairs without it are left.
 
     Raises:
         OptionError, NoCandidateError: see :func:`tcport.lowering.registry.select`.
@@ -26,19 +29,17 @@ def select_both(spec: WriteAndAttendSpec, profile: DeviceProfile, *, kernel: str
 
 def _pairs(writes: tuple[Candidate, ...], attends: tuple[Candidate, ...]) -> Iterator[Candidate]:
     for attend in attends:
-        # A link that needs no compiler must not get a write that does, so that the last one has nothing left to fail.
-        able = [write for write in writes if attend.needs_compiler or not write.needs_compiler] or [writes[-1]]
-        write = able[-1] if attend.tier == "torch" else able[0]
-        yield Candidate(
-            f"{write.kernel}+{attend.kernel}",
-            write.tier if attend.tier == "torch" else attend.tier,
-            _run(write, attend),
-            attend.config,
-            attend.why,
-            attend.options,
-            loaded=write.loaded and attend.loaded,
-            source=f"{write.source} {attend.source}",
-        )
+        for write in writes:
+            yield Candidate(
+                f"{write.kernel}+{attend.kernel}",
+                attend.tier,
+                _run(write, attend),
+                attend.config,
+                attend.why,
+                attend.options,
+                parts=(Part(write, operator.attrgetter("write")), Part(attend, operator.attrgetter("attend"))),
+                source=f"{write.source} {attend.source}",
+            )
 
 
 def _run(write: Candidate, attend: Candidate) -> Any:

@@ -18,6 +18,7 @@ from tcport.emission import Emitted
 from tcport.fingerprint import fingerprint
 from tcport.functional_write import memory_of
 from tcport.graph_pass import STAGES, PassContext, Stage
+from tcport.lowering.candidate import Candidate
 from tcport.lowering.operators import Operator, all_operators, call_of_node, choose, device_of, operator_of
 from tcport.lowering.registry import registered_operators, rows
 from tcport.lowering.spec import dim
@@ -25,6 +26,9 @@ from tcport.options import Options
 from tcport.pass_manager import active_passes, run_passes
 from tcport.repeatable import unrepeatable
 from tcport.report import CacheClone, Cause, GraphReport
+
+Failed = tuple[Emitted, Candidate]
+"""A node as it was lowered, and the one of its kernels that failed."""
 
 
 @dataclasses.dataclass
@@ -34,7 +38,7 @@ class Attempt:
     Attributes:
         use_cache: whether Inductor may answer from its cache, and nothing be known.
         emitted: the nodes that were lowered.
-        broken_off: the node whose candidate raised while it was lowered, and what it raised.
+        broken_off: the node whose candidate raised while it was lowered, the kernel of it, and what it raised.
         unrepeatable: what keeps a graph that was broken off from being run again; None: nothing does.
     """
 
@@ -42,7 +46,7 @@ class Attempt:
     report: GraphReport
     use_cache: bool = True
     emitted: list[Emitted] = dataclasses.field(default_factory=list)
-    broken_off: tuple[Emitted, Exception] | None = None
+    broken_off: tuple[Emitted, Candidate, Exception] | None = None
     unrepeatable: str | None = "a graph that came from the cache"
     _cache_sizes: set[Any] = dataclasses.field(default_factory=set)
 
@@ -73,17 +77,21 @@ class Attempt:
         """Whether the compiled graph holds a kernel that has links behind it."""
         return self.report.from_cache or any(e.candidate.may_fail for e in self.emitted)
 
-    def blamed(self, error: BaseException) -> list[Emitted]:
-        """The nodes whose kernel is behind a failure: known exactly where the failure names a kernel, else all."""
-        own = [e for e in self.emitted if e.candidate.may_fail]
-        kernel = _inductor.failed_kernel(error)
-        return own if kernel is None else [e for e in own if e.made(*kernel)]
+    def blamed(self, error: BaseException) -> list[Failed]:
+        """The kernels behind a failure: known exactly where the failure names one, else all that may fail."""
+        named = _inductor.failed_kernel(error)
+        return [
+            (emitted, kernel)
+            for emitted in self.emitted
+            for kernel in (emitted.candidate.kernels if named is None else emitted.makers(*named))
+            if kernel.may_fail
+        ]
 
-    def step_down(self, failed: Sequence[Emitted], error: BaseException, cause: Cause) -> None:
+    def step_down(self, failed: Sequence[Failed], error: BaseException, cause: Cause) -> None:
         """Take kernels that failed out of their chains; layers that share a kernel share the step."""
-        distinct = {quarantine.key(e.choice, e.candidate): e for e in reversed(failed)}
-        for e in reversed(distinct.values()):
-            reason = step_down(e.choice, e.candidate, error, cause, node=e.node, strict=self.options.strict)
+        distinct = {quarantine.keys_of(e.choice, e.candidate)[kernel]: (e, kernel) for e, kernel in reversed(failed)}
+        for e, kernel in reversed(distinct.values()):
+            reason = step_down(e.choice, e.candidate, kernel, error, cause, node=e.node, strict=self.options.strict)
             self.report.fallbacks.append(reason)
 
     def _run_functional(self, graph: torch.fx.Graph) -> None:
@@ -127,10 +135,10 @@ class Attempt:
             try:
                 return emitted.run(*args, **kwargs)
             except Exception as error:
-                self.broken_off = (emitted, error)
+                self.broken_off = (emitted, emitted.running or emitted.candidate, error)
                 raise
 
-        return _inductor.Emission(run, exact_strides=emitted.candidate.tier != "torch")
+        return _inductor.Emission(run, exact_strides=not emitted.candidate.plain)
 
     def _audit(self, audit: _inductor.Audit) -> None:
         self.report.source = audit.source

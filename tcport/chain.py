@@ -40,14 +40,17 @@ def run(operator: Operator, call: Any, *, kernel: str | None = None, strict: boo
     for candidate in survivors(choice):
         if quarantine.reason(choice, candidate) is not None:
             continue  # it was lost together with the one before
+        kernel_now, result = candidate, None
         try:
-            return candidate.run(call, _launch)
+            for kernel_now, part in candidate.steps(call):
+                result = kernel_now.run(part, _launch)
+            return result
         except Exception as error:
-            raise_if_sticky(error, str(candidate))
+            raise_if_sticky(error, str(kernel_now))
             cause = cause_of(error)
-            if cause is None or candidate.tier == "torch":
+            if cause is None or kernel_now.plain:
                 raise
-            step_down(choice, candidate, error, cause, strict=strict)
+            step_down(choice, candidate, kernel_now, error, cause, strict=strict)
     raise _no_link_left(choice, choice.selection.candidates[-1], None)
 
 
@@ -71,39 +74,55 @@ def screened(choice: NodeChoice, *, node: str = "", strict: bool = False) -> Nod
         KernelBuildError: see :func:`step_down`.
     """
     for candidate in choice.selection.candidates:
-        if not candidate.needs_compiler or quarantine.reason(choice, candidate) is not None:
-            continue
-        tile = candidate.config if isinstance(candidate.config, TileConfig) else None
-        said = (trusted(name, choice.profile, tile) for name in candidate.parts)
-        wrong = next(filter(None, said), None)
-        if wrong is not None:
-            error = SelfTestError(
-                f"A self-test on this device, driver and compiler: {wrong}.",
-                "Report it with the versions that 'python -m tcport doctor' prints.",
+        for kernel in candidate.kernels:
+            if not kernel.needs_compiler or quarantine.reason(choice, candidate) is not None:
+                continue
+            wrong = trusted(
+                kernel.kernel, choice.profile, kernel.config if isinstance(kernel.config, TileConfig) else None
             )
-            step_down(choice, candidate, error, "wrong numbers", node=node, strict=strict)
+            if wrong is not None:
+                error = SelfTestError(
+                    f"A self-test on this device, driver and compiler: {wrong}.",
+                    "Report it with the versions that 'python -m tcport doctor' prints.",
+                )
+                step_down(choice, candidate, kernel, error, "wrong numbers", node=node, strict=strict)
     return choice
 
 
 def step_down(
-    choice: NodeChoice, failed: Candidate, error: BaseException, cause: Cause, *, node: str = "", strict: bool = False
+    choice: NodeChoice,
+    candidate: Candidate,
+    failed: Candidate,
+    error: BaseException,
+    cause: Cause,
+    *,
+    node: str = "",
+    strict: bool = False,
 ) -> FallbackReason:
-    """Quarantine a candidate that failed and record what takes its place.
+    """Quarantine a kernel that failed and record what takes its place.
 
     Without a working compiler no link that needs one can do better, and all of them are left at once.
 
     Args:
+        candidate: the link that was tried. failed: the kernel of it that failed, the link itself where it is but one.
         node: the graph node; default: the operator.
         strict: the step is an error.
 
     Raises:
         KernelBuildError, OutOfResourcesError, KernelLaunchError: the options forbid the step, or nothing is left.
     """
-    candidates = choice.selection.candidates
-    lost = [c for c in candidates if c == failed or (cause == "toolchain" and c.needs_compiler)]
-    behind = candidates[candidates.index(failed) + 1 :]
-    left = [c for c in behind if c not in lost and quarantine.reason(choice, c) is None]
-    to = str(left[0]) if left else "nothing"
+    lost = {
+        key: kernel
+        for link in choice.selection.candidates
+        for kernel, key in quarantine.keys_of(choice, link).items()
+        if kernel == failed or (cause == "toolchain" and kernel.needs_compiler)
+    }
+    left = [
+        link
+        for link in choice.selection.candidates
+        if not lost.keys() & set(quarantine.keys_of(choice, link).values()) and quarantine.reason(choice, link) is None
+    ]
+    to = _replacement(candidate, failed, left[0], cause) if left else "nothing"
     reason = FallbackReason(
         node or choice.operator.name, str(failed), to, cause, class_name(error), first_line(error), details(error)
     )
@@ -112,14 +131,21 @@ def step_down(
             f"{failed} for {reason.node} failed ({cause}): {reason.error}: {reason.message}.",
             "Drop the option 'strict' to go on with the next kernel.",
         ) from error
-    for candidate in lost:
-        quarantine.add(choice, candidate, reason)
+    for key in lost:
+        quarantine.add(key, reason)
     history.record_fallback(reason)
     count(f"fallback {cause}")
     logger("chain").warning("%s", reason)
     if not left:
         raise _no_link_left(choice, failed, reason) from error
     return reason
+
+
+def _replacement(candidate: Candidate, failed: Candidate, following: Candidate, cause: Cause) -> str:
+    """The kernel that does what the failed one did; the whole link where more than that one kernel is lost."""
+    if cause == "toolchain":
+        return str(following)
+    return str(following.kernels[candidate.kernels.index(failed)])
 
 
 def _no_link_left(choice: NodeChoice, failed: Candidate, reason: FallbackReason | None) -> Exception:

@@ -70,8 +70,8 @@ def _stepped_down(attempt: Attempt, error: Exception) -> bool:
         raise own from None
     raise_if_sticky(error, "a kernel being loaded")
     if attempt.broken_off is not None:
-        emitted, error = attempt.broken_off
-        cause, failed = cause_of(error) or "build", [emitted]
+        emitted, kernel, error = attempt.broken_off
+        cause, failed = cause_of(error) or "build", [(emitted, kernel)]
     else:
         failed = attempt.blamed(error)
     if cause is None or not failed:

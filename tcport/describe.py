@@ -8,6 +8,7 @@ from tcport import quarantine
 from tcport.chain import survivors
 from tcport.device import DeviceProfile
 from tcport.logs import logger
+from tcport.lowering.candidate import Candidate
 from tcport.lowering.operators import NodeChoice
 from tcport.report import NodeReport, Rejected
 
@@ -23,11 +24,9 @@ def node_report(node: torch.fx.Node, choice: NodeChoice) -> NodeReport:
     chain = survivors(choice)
     chosen = chain[0]
     rejected = [Rejected(r.kernel, r.reason, str(r.config) if r.config else "") for r in choice.selection.rejections]
-    for candidate in choice.selection.candidates:
-        reason = quarantine.reason(choice, candidate)
-        if reason is not None:
-            why = f"{reason.cause}: {reason.error}: {reason.message}"
-            rejected.append(Rejected(candidate.kernel, why, str(candidate.config) if candidate.config else ""))
+    for kernel, reason in quarantine.reasons(choice).items():
+        why = f"{reason.cause}: {reason.error}: {reason.message}"
+        rejected.append(Rejected(kernel.kernel, why, str(kernel.config) if kernel.config else ""))
     report = NodeReport(
         node=node.name,
         op=choice.operator.name,
@@ -36,11 +35,22 @@ def node_report(node: torch.fx.Node, choice: NodeChoice) -> NodeReport:
         tier=chosen.tier,
         tile=str(chosen.config) if chosen.config else "",
         why=chosen.why,
-        chain=tuple(map(str, chain)),
+        chain=tuple(map(str, _brief(chain))),
         rejected=tuple(rejected),
     )
     _say(f"{report.op} on {report.device}: {', then '.join(report.chain)}")
     return report
+
+
+def _brief(chain: list[Candidate]) -> list[Candidate]:
+    """The links that bring in a kernel, and the last one: of pairs there is one for each two kernels."""
+    seen: set[Candidate] = set()
+    brief = []
+    for link in chain:
+        if link is chain[-1] or not seen.issuperset(link.kernels):
+            brief.append(link)
+        seen.update(link.kernels)
+    return brief
 
 
 def _device_line(profile: DeviceProfile) -> str:

@@ -12,41 +12,54 @@ import torch
 from tcport.lowering.candidate import Candidate
 from tcport.lowering.operators import NodeChoice
 
+Note = Callable[[str, dict[str, int]], None]
+"""Is told the function's name and the whole-number arguments of a launch."""
+
 
 @dataclasses.dataclass
 class Emitted:
     """What one node became.
 
     Attributes:
-        launches: name and whole-number arguments (tile constants, warps, stages) of each Triton launch.
+        launches: of each Triton launch: the kernel of the candidate that makes it, the function's name, and the
+            whole-number arguments (tile constants, warps, stages).
+        running: the kernel that was traced last.
     """
 
     node: str
     choice: NodeChoice
     candidate: Candidate
-    launches: list[tuple[str, dict[str, int]]] = dataclasses.field(default_factory=list)
+    launches: list[tuple[Candidate, str, dict[str, int]]] = dataclasses.field(default_factory=list)
+    running: Candidate | None = None
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The node's results from its arguments, for tracing."""
         self.launches.clear()
-        return self.candidate.run(self.choice.operator.call(*args, **kwargs), self._launcher())
+        results = None
+        for kernel, call in self.candidate.steps(self.choice.operator.call(*args, **kwargs)):
+            self.running = kernel
+            results = kernel.run(call, self._launcher(kernel))
+        return results
 
-    def made(self, kernel: str, source: str) -> bool:
-        """Whether a generated kernel is one of this node's.
+    def makers(self, kernel: str, source: str) -> list[Candidate]:
+        """Which kernels of this node's a generated kernel is.
 
         Args:
             kernel: the kernel function's name, perhaps numbered.
             source: the generated code, which spells out constants as ``'BLOCK_N': 64``. A constant that it does not
                 name decides nothing.
         """
-        return any(
-            re.fullmatch(rf"{name}(_\d+)?", kernel) and _agrees(constants, source) for name, constants in self.launches
-        )
+        makers = [
+            maker
+            for maker, name, constants in self.launches
+            if re.fullmatch(rf"{name}(_\d+)?", kernel) and _agrees(constants, source)
+        ]
+        return list(dict.fromkeys(makers))
 
-    def _launcher(self) -> Callable[[Any], Any]:
-        if not self.candidate.needs_compiler:
+    def _launcher(self, kernel: Candidate) -> Callable[[Any], Any]:
+        if not kernel.needs_compiler:
             return torch.library.wrap_triton
-        return _NotingLauncher(self.launches)
+        return _NotingLauncher(lambda name, constants: self.launches.append((kernel, name, constants)))
 
 
 class _NotingLauncher:
@@ -54,19 +67,19 @@ class _NotingLauncher:
 
     traced = True
 
-    def __init__(self, launches: list[tuple[str, dict[str, int]]]) -> None:
-        self._launches = launches
+    def __init__(self, note: Note) -> None:
+        self._note = note
 
     def __call__(self, kernel: Any) -> _NotedKernel:
-        return _NotedKernel(kernel, self._launches)
+        return _NotedKernel(kernel, self._note)
 
 
 class _NotedKernel:
     """A Triton kernel that writes down how it is launched."""
 
-    def __init__(self, kernel: Any, launches: list[tuple[str, dict[str, int]]]) -> None:
+    def __init__(self, kernel: Any, note: Note) -> None:
         self._kernel = kernel
-        self._launches = launches
+        self._note = note
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
         wrapped = torch.library.wrap_triton(self._kernel)[grid]
@@ -74,7 +87,7 @@ class _NotedKernel:
         def launch(*args: Any, **kwargs: Any) -> Any:
             constants = {name: value for name, value in kwargs.items() if type(value) is int}
             function = getattr(self._kernel, "fn", self._kernel)
-            self._launches.append((function.__name__, constants))
+            self._note(function.__name__, constants)
             return wrapped(*args, **kwargs)
 
         return launch

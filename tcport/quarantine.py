@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import threading
 import time
+from typing import Any
 
 from tcport.fingerprint import fingerprint
 from tcport.lowering.candidate import Candidate
@@ -35,24 +36,26 @@ _lock = threading.Lock()
 _entries: dict[str, Entry] = {}
 
 
-def add(choice: NodeChoice, candidate: Candidate, reason: FallbackReason) -> None:
-    """Keep a candidate from being tried again for calls like this one."""
+def add(key: str, reason: FallbackReason) -> None:
+    """Keep a kernel (see :func:`keys_of`) from being tried again for calls like the one that failed."""
     until = time.monotonic() + RETRY_AFTER if reason.cause in _PASSING else None
     with _lock:
-        _entries[key(choice, candidate)] = Entry(reason, until)
+        _entries[key] = Entry(reason, until)
 
 
 def reason(choice: NodeChoice, candidate: Candidate) -> FallbackReason | None:
-    """Why a candidate is not to be tried; None when it may be."""
+    """Why a candidate is not to be tried, because of any kernel it runs; None when it may be."""
     if not _entries:
         return None
-    entry_key = key(choice, candidate)
-    with _lock:
-        entry = _entries.get(entry_key)
-        if entry is not None and entry.until is not None and time.monotonic() >= entry.until:
-            del _entries[entry_key]
-            entry = None
-    return entry.reason if entry else None
+    entries = map(_entry, keys_of(choice, candidate).values())
+    return next((entry.reason for entry in entries if entry is not None), None)
+
+
+def reasons(choice: NodeChoice) -> dict[Candidate, FallbackReason]:
+    """The single kernels of a chain that are not to be tried, and why."""
+    keys = {kernel: key for link in choice.selection.candidates for kernel, key in keys_of(choice, link).items()}
+    entries = {kernel: _entry(key) for kernel, key in keys.items()}
+    return {kernel: entry.reason for kernel, entry in entries.items() if entry is not None}
 
 
 def keys() -> list[str]:
@@ -68,7 +71,25 @@ def clear() -> None:
         _entries.clear()
 
 
-def key(choice: NodeChoice, candidate: Candidate) -> str:
-    """The identity of a candidate on a device for calls that compile alike."""
-    parts = (fingerprint(), choice.profile.digest(), candidate.source, str(candidate), compiled_facts(choice.spec))
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+def keys_of(choice: NodeChoice, candidate: Candidate) -> dict[Candidate, str]:
+    """The single kernels a candidate runs, each with its identity on the device for calls that compile alike.
+
+    A kernel has the same identity alone and as a half of a pair.
+    """
+    device = choice.profile.digest()
+    return {kernel: _key(device, kernel, spec) for kernel, spec in candidate.steps(choice.spec)}
+
+
+def _key(device: str, kernel: Candidate, spec: Any) -> str:
+    facts = (fingerprint(), device, kernel.source, str(kernel), compiled_facts(spec))
+    return hashlib.sha256("\0".join(facts).encode()).hexdigest()
+
+
+def _entry(key: str) -> Entry | None:
+    """What holds of a kernel now."""
+    with _lock:
+        entry = _entries.get(key)
+        if entry is not None and entry.until is not None and time.monotonic() >= entry.until:
+            del _entries[key]
+            return None
+        return entry
