@@ -8,6 +8,7 @@ really does.
 from __future__ import annotations
 
 import os
+import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,59 +18,85 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tcport import eager, ops  # noqa: F401  (eager binds the operators)
+from tcport.bench.flex import flex_decode
+from tcport.errors import KernelBuildError
+from tcport.kernels import cpu_library
 
 HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 16
+READ = "read memory"
 
 
 def main() -> None:
     """Print every table."""
-    load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
-    print(f"{torch.get_num_threads()} threads, torch {torch.__version__}, load before: {load}")
+    print(f"{torch.get_num_threads()} threads, torch {torch.__version__}, {machine()}; load before: {load()}")
     for dtype in (torch.float32, torch.bfloat16):
         decode(dtype)
-    prefill()
+    threads()
+    for dtype in (torch.float32, torch.bfloat16):
+        prefill(dtype)
     write()
+    print(f"\nload after: {load()}")
 
 
 def decode(dtype: torch.dtype) -> None:
     """One token per sequence: 8 x 2048 keys, a ragged batch of 16, and one sequence of 32768."""
     ragged = [int(32 * 256 ** (i / 15)) for i in range(16)]  # log-uniform from 32 to 8192
-    half = torch.ones(128 << 20, dtype=torch.uint8).view(torch.int32)
-    runs: dict[str, tuple[int, Callable[[], object]]] = {"read memory": (half.nbytes, lambda: half.sum())}
+    runs: dict[str, tuple[int, Callable[[], object]]] = {}
     for name, lens, head_major in (
         ("head-major", [2048] * 8, True),
         ("page-major", [2048] * 8, False),
         ("ragged, head-major", ragged, True),
         ("1 x 32768, head-major", [32768], True),
     ):
-        query, k, v, table, seq_lens = batch(lens, dtype, head_major)
-        nbytes = 2 * sum(lens) * KV_HEADS * DIM * dtype.itemsize
-        runs[name] = nbytes, lambda a=(query, k, v, table, seq_lens): ops.paged_attention(*a)
+        arguments = batch(lens, dtype, head_major)
+        runs[name] = kv_bytes(lens, dtype), lambda a=arguments: ops.paged_attention(*a)
         if name == "head-major":
+            query, k, v, table, _ = arguments
+            nbytes = kv_bytes(lens, dtype)
             runs["gather + SDPA"] = nbytes, lambda a=(query, k, v, table): gathered(*a)
+            runs["FlexAttention, compiled"] = nbytes, flex_decode(*arguments)
             dense = [c[table].flatten(1, 2).transpose(1, 2).contiguous() for c in (k, v)]
-            runs["SDPA, dense KV"] = nbytes, lambda q=query, kv=dense: sdpa(q[:, :, None], kv[0], kv[1])
+            runs["SDPA, dense KV"] = nbytes, lambda q=query, kv=dense: sdpa(q[:, :, None], *kv)
+    memory = torch.ones(128 << 20, dtype=torch.uint8)
+    runs |= {name: (memory.nbytes, read) for name, read in reads(memory).items()}
     times = medians({name: run for name, (_, run) in runs.items()})
     rates = {name: nbytes / times[name] / 1e9 for name, (nbytes, _) in runs.items()}
-    table_of(f"decode, {dtype}", {name: f"{rate:6.1f} GB/s" for name, rate in rates.items()}, rates, "read memory")
+    rates[READ] = max(rates.pop(name) for name in reads(memory))
+    table_of(f"decode, {dtype}", {name: f"{rate:6.1f} GB/s" for name, rate in rates.items()}, rates, READ)
 
 
-def prefill() -> None:
+def threads() -> None:
+    """One sequence of 32768 keys, which threads can only share by its keys."""
+    arguments = batch([32768], torch.float32, head_major=True)
+    most = torch.get_num_threads()
+
+    def attend(count: int) -> None:
+        torch.set_num_threads(count)
+        ops.paged_attention(*arguments)
+        torch.set_num_threads(most)
+
+    names = {f"{count} threads": count for count in sorted({1, most})}
+    times = medians({name: lambda count=count: attend(count) for name, count in names.items()})
+    rates = {name: kv_bytes([32768], torch.float32) / seconds / 1e9 for name, seconds in times.items()}
+    shown = {name: f"{rate:6.1f} GB/s" for name, rate in rates.items()}
+    table_of("decode 1 x 32768, fp32", shown, rates, "1 threads")
+
+
+def prefill(dtype: torch.dtype) -> None:
     """4 prompts of 1024 tokens, causal."""
-    for dtype in (torch.float32, torch.bfloat16):
-        _, k, v, table, seq_lens = batch([1024] * 4, dtype, head_major=True)
-        packed = torch.randn(4 * 1024, HEADS, DIM).to(dtype)
-        query = packed.unflatten(0, (4, 1024)).transpose(1, 2)
-        starts = torch.arange(5) * 1024
-        dense = [c[table].flatten(1, 2).transpose(1, 2).contiguous() for c in (k, v)]
-        runs = {
-            "paged_attention": lambda a=(packed, k, v, table, seq_lens, starts): ops.paged_attention(*a),
-            "SDPA, dense KV": lambda q=query, kv=dense: sdpa(q, *kv, is_causal=True),
-        }
-        times = medians(runs, rounds=5)
-        speed = {name: 1 / seconds for name, seconds in times.items()}
-        shown = {name: f"{seconds * 1e3:6.0f} ms" for name, seconds in times.items()}
-        table_of(f"prefill 4 x 1024, {dtype}", shown, speed, "SDPA, dense KV")
+    _, k, v, table, seq_lens = batch([1024] * 4, dtype, head_major=True)
+    packed = torch.randn(4 * 1024, HEADS, DIM).to(dtype)
+    query = packed.unflatten(0, (4, 1024)).transpose(1, 2)
+    starts = torch.arange(5) * 1024
+    dense = [c[table].flatten(1, 2).transpose(1, 2).contiguous() for c in (k, v)]
+    runs = {
+        "paged_attention": lambda: ops.paged_attention(packed, k, v, table, seq_lens, starts),
+        "SDPA, dense KV": lambda: sdpa(query, *dense, is_causal=True),
+    }
+    times = medians(runs, rounds=5)
+    speed = {name: 1 / seconds for name, seconds in times.items()}
+    shown = {name: f"{seconds * 1e3:6.0f} ms" for name, seconds in times.items()}
+    table_of(f"prefill 4 x 1024, {dtype}", shown, speed, "SDPA, dense KV")
 
 
 def write() -> None:
@@ -88,7 +115,16 @@ def write() -> None:
     table_of("kv_write, fp32", {name: f"{rate:6.1f} GB/s" for name, rate in rates.items()}, rates, "copy")
 
 
-def batch(lens: Sequence[int], dtype: torch.dtype, head_major: bool) -> tuple[Tensor, ...]:
+def reads(memory: Tensor) -> dict[str, Callable[[], object]]:
+    """Ways of reading all of some memory once. The fastest is taken for what the memory can do.
+
+    Both keep up with a loop of AVX-512 loads and prefetches; a sum of integers or of rows by a vector does not.
+    """
+    doubles, floats = memory.view(torch.float64), memory.view(torch.float32)
+    return {"sum of doubles": doubles.sum, "maximum of floats": floats.amax}
+
+
+def batch(lens: Sequence[int], dtype: torch.dtype, head_major: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Query, caches, table and lengths; pages in random order."""
     counts = [-(-length // PAGE) for length in lens]
     order = torch.randperm(sum(counts)).int()
@@ -105,6 +141,10 @@ def cache(pages: int, dtype: torch.dtype, head_major: bool) -> Tensor:
     shape = (pages, KV_HEADS, PAGE, DIM) if head_major else (pages, PAGE, KV_HEADS, DIM)
     filled = torch.randn(shape).to(dtype)
     return filled.transpose(1, 2) if head_major else filled
+
+
+def kv_bytes(lens: Sequence[int], dtype: torch.dtype) -> int:
+    return 2 * sum(lens) * KV_HEADS * DIM * dtype.itemsize
 
 
 def gathered(query: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
@@ -131,9 +171,23 @@ def medians(runs: Mapping[str, Callable[[], object]], rounds: int = 11) -> dict[
 
 def table_of(title: str, shown: Mapping[str, str], rates: Mapping[str, float], unit: str) -> None:
     """Print what was measured, and how it compares with one of the rows."""
-    print(f"\n{title:32}{'':16}of {unit}")
+    print(f"\n{title:32}{'':16}of {unit}", flush=True)
     for name, text in shown.items():
-        print(f"  {name:30}{text:>14}{rates[name] / rates[unit]:10.2f}")
+        print(f"  {name:30}{text:>14}{rates[name] / rates[unit]:10.2f}", flush=True)
+
+
+def machine() -> str:
+    """The processor, and the instruction set of the kernels."""
+    try:
+        kernels = cpu_library.load().isa
+    except KernelBuildError as error:
+        kernels = f"no C++ kernels: {error}"
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, {kernels}"
+
+
+def load() -> str:
+    """Processes that wanted to run in the last 1, 5 and 15 minutes."""
+    return ", ".join(f"{x:.1f}" for x in os.getloadavg())
 
 
 if __name__ == "__main__":
