@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from tcport import _inductor, passes, quarantine  # noqa: F401  (passes registers tcport's own)
+from tcport import _inductor, passes, pattern_engine, quarantine  # noqa: F401  (what two of them register is used)
 from tcport.bundle.store import bundles
 from tcport.chain import screened, step_down, survivors
 from tcport.describe import node_report

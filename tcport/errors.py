@@ -92,6 +92,10 @@ class PassOrderError(TcportError, ValueError):
     """The declared order of passes names an unknown pass or is a cycle."""
 
 
+class PatternError(TcportError, ValueError):
+    """A pattern is not one: its wildcards, its results or its replacement do not fit together."""
+
+
 class MetadataError(TcportError, ValueError):
     """A block table, length, query range or slot holds a value that no kernel may follow (found in debug mode)."""
 

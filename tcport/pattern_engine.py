@@ -1,0 +1,157 @@
+"""Finding patterns in a graph and replacing them."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+
+from tcport._inductor_patterns import expressions, fresh_fake_mode, python_of, search, trace
+from tcport.errors import PatternError
+from tcport.graph_pass import PassContext
+from tcport.pass_values import agree, facts, fake_mode
+from tcport.pattern import Bindings, Pattern, Wildcard, use_engine
+from tcport.pattern_match import Found, insert, misfit, results, used_elsewhere, written_between
+
+
+class InductorEngine:
+    """See :class:`tcport.pattern.Engine`."""
+
+    def rewrite(self, pattern: Pattern, graph: torch.fx.Graph, ctx: PassContext) -> int:
+        count = 0
+        present = {v.dtype for n in graph.nodes if isinstance(v := n.meta.get("val"), torch.Tensor)}
+        shapes = [s for dtype in pattern.dtypes() if dtype in present for s in _shapes(pattern, dtype)]
+        for node in reversed(list(graph.nodes)):
+            found = None if node._erased else _find(pattern, shapes, node)
+            if isinstance(found, Found):
+                found = _replace(pattern, found)
+            if isinstance(found, str):
+                ctx.leave(node, found)
+            count += found is True
+        return count
+
+    def python(self, pattern: Pattern, dtype: torch.dtype) -> str:
+        sections = []
+        wildcards = [f"{name} = {wildcard}" for name, wildcard in pattern.wildcards.items()]
+        for spelling, shape in zip(pattern.spellings, _shapes(pattern, dtype), strict=True):
+            body = python_of(shape.outputs[-1], spelling.__name__)
+            sections.append("\n".join([f"# {spelling.__qualname__}, {_dtype(dtype)}", *wildcards, body, ""]))
+        return "\n".join(sections)
+
+
+use_engine(InductorEngine())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shape:
+    """A spelling traced for one dtype with sizes of no meaning: constants that may be sizes are not compared.
+
+    Attributes:
+        outputs: the trees of its results; the last holds the others.
+    """
+
+    function: Callable[..., Any]
+    outputs: tuple[Any, ...]
+
+
+def _shapes(pattern: Pattern, dtype: torch.dtype) -> tuple[_Shape, ...]:
+    if dtype not in pattern.traced:
+        pattern.traced[dtype] = tuple(_shape(pattern, spelling, dtype) for spelling in pattern.spellings)
+    return pattern.traced[dtype]
+
+
+def _shape(pattern: Pattern, spelling: Callable[..., Any], dtype: torch.dtype) -> _Shape:
+    names = tuple(inspect.signature(spelling).parameters)
+    numbers = {n: 2.0**-20 * (1001 + i) for i, n in enumerate(names) if pattern.wildcards[n].dims is None}
+    sizes: dict[str, int] = {}
+    with fresh_fake_mode():
+        arguments = [numbers.get(n) or _example(pattern.wildcards[n], dtype, sizes) for n in names]
+        graph = trace(spelling, arguments)
+    ignored = (int, list, torch.device)
+    return _Shape(spelling, expressions(graph, names, pattern.wildcards, ignored, numbers, spelling.__name__))
+
+
+def _example(wildcard: Wildcard, dtype: torch.dtype, sizes: dict[str, int]) -> torch.Tensor:
+    """A tensor of the wildcard's rank; sizes are even, for patterns that take halves, and differ."""
+    dims = [d for name in wildcard.dims or () for d in (("...0", "...1") if name == "..." else (name,))]
+    shape = [sizes.setdefault(d, 6 + 4 * len(sizes)) for d in dims]
+    return torch.empty(shape, dtype=wildcard.dtypes[0] if wildcard.dtypes else dtype)
+
+
+def _find(pattern: Pattern, shapes: Sequence[_Shape], node: torch.fx.Node) -> Found | str | None:
+    """A match at a node; the reason why it is none where it looks like one; None where it does not."""
+    reason = None
+    for shape in shapes:
+        rough = search(shape.outputs, node)
+        if isinstance(rough, str):
+            continue
+        found = _checked(pattern, shape, dict(rough.kwargs), node)
+        if isinstance(found, Found):
+            return found
+        reason = reason or found
+    return reason
+
+
+def _checked(pattern: Pattern, shape: _Shape, bound: dict[str, Any], root: torch.fx.Node) -> Found | str:
+    """A rough match looked at again: with the sizes it has, where its values are used, and by the guards."""
+    bindings = Bindings(bound, root)
+    unfit = misfit(pattern, bindings)
+    if unfit is not None:
+        return unfit
+    exact = _retraced(pattern, shape, bindings)
+    match = search(exact, root)
+    if isinstance(match, str):
+        return match
+    if any(match.kwargs[name] is not node for name, node in bound.items() if isinstance(node, torch.fx.Node)):
+        return f"{root.name} matches in two ways"
+    outputs = tuple(match.ctx.pattern_to_node[output] for output in exact)
+    found = Found(bindings, outputs, tuple(dict.fromkeys(match.nodes)))  # type: ignore[arg-type]
+    for check in (used_elsewhere, written_between):
+        if (reason := check(found)) is not None:
+            return reason
+    for guard in pattern.guards:
+        if (reason := guard(bindings)) is not None:
+            return reason
+    return found
+
+
+def _retraced(pattern: Pattern, shape: _Shape, bindings: Bindings) -> tuple[Any, ...]:
+    """A spelling as it is with the sizes, strides and numbers of one match; layers of a model share it."""
+    names = tuple(inspect.signature(shape.function).parameters)
+    key = tuple(facts(bindings[name]) for name in names)
+    mode = next(v.fake_mode for name in names if hasattr(v := bindings[name], "fake_mode"))
+    known = pattern.retraced.setdefault(mode, {})
+    if (shape.function, key) not in known:
+        with fake_mode(bindings.root.graph):
+            graph = trace(shape.function, [bindings[name] for name in names])
+        known[shape.function, key] = expressions(graph, names, pattern.wildcards, (), {}, shape.function.__name__)
+    return known[shape.function, key]
+
+
+def _replace(pattern: Pattern, found: Found) -> str | bool:
+    """Put the replacement in the place of a match: True, or the reason why it does not fit there."""
+    bindings, graph = found.bindings, found.bindings.root.graph
+    names = tuple(inspect.signature(pattern.replace).parameters) or tuple(pattern.wildcards)
+    with fake_mode(graph):
+        gm = trace(pattern.replace, [bindings[name] for name in names], sizes_as_constants=False)
+    new = results(gm)
+    if len(new) != (count := len(found.outputs)):
+        raise PatternError(
+            f"The replacement of the pattern {pattern.name} returns {len(new)} values, the pattern {count}.",
+            "Return the same values in the same order.",
+        )
+    for old, made in zip(found.outputs, new, strict=True):
+        was, now = old.meta["val"], made.meta.get("val")  # type: ignore[union-attr]
+        if not agree(was, now):
+            return f"the replacement gives {facts(now)} for {facts(was)}"
+    tensors = [bindings.nodes[name] for name in names if isinstance(bindings.nodes[name], torch.fx.Node)]
+    insert(gm, tensors, found, pattern.name)
+    return True
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,139 @@
+"""A match: whether it may be replaced, and the replacement put in its place."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from tcport.effects import has_effect, writes_in_place
+from tcport.errors import PatternError
+from tcport.no_ops import passes_on
+from tcport.pattern import FLOATING, Bindings, Pattern
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A match: the nodes of its results, the last one its root, and all nodes it takes the place of."""
+
+    bindings: Bindings
+    outputs: tuple[torch.fx.Node, ...]
+    inner: tuple[torch.fx.Node, ...]
+
+
+def misfit(pattern: Pattern, bindings: Bindings) -> str | None:
+    """How dtypes or named dimensions of what wildcards stand for contradict them."""
+    sizes: dict[str, Any] = {}
+    shared: dict[torch.dtype, str] = {}
+    for name, wildcard in pattern.wildcards.items():
+        if wildcard.dims is None:
+            continue
+        value = bindings[name]
+        allowed = wildcard.dtypes or FLOATING
+        if value.dtype not in allowed:
+            return f"{name} is {_dtype(value.dtype)}, not {' or '.join(map(_dtype, allowed))}"
+        if not wildcard.dtypes:
+            shared.setdefault(value.dtype, name)
+        named = [dim for dim in wildcard.dims if dim != "..."]
+        if value.dim() < len(named) or (value.dim() > len(named) and "..." not in wildcard.dims):
+            return f"{name} has {value.dim()} dimensions, not {' '.join(wildcard.dims)!r}"
+        for dim, size in zip(reversed(named), reversed(value.shape)):  # noqa: B905 - "..." takes the rest
+            if not statically_known_true(sizes.setdefault(dim, size) == size):
+                return f"{name} has {dim}={size}, another wildcard {sizes[dim]}"
+    if len(shared) > 1:
+        return " but ".join(f"{name} is {_dtype(dtype)}" for dtype, name in shared.items())
+    return None
+
+
+def used_elsewhere(found: Found) -> str | None:
+    place = {node: number for number, node in enumerate(found.bindings.root.graph.nodes)}
+    for node in found.inner:
+        user = _outside_user(node, found.inner)
+        if user is None or node is found.bindings.root:
+            continue
+        if node not in found.outputs:
+            return f"{user.name} uses {node.name}, which would no longer be computed"
+        if place[user] < place[found.bindings.root]:
+            return f"{user.name} uses {node.name} before the last part of the match"
+    return None
+
+
+def _outside_user(node: torch.fx.Node, inner: Sequence[torch.fx.Node]) -> torch.fx.Node | None:
+    """A user that is no part of the match, behind views of it if need be."""
+    for user in node.users:
+        if user in inner or _is_dead(user):
+            continue
+        if not passes_on(user):
+            return user
+        if (behind := _outside_user(user, inner)) is not None:
+            return behind
+    return None
+
+
+def written_between(found: Found) -> str | None:
+    inside = False
+    for node in found.bindings.root.graph.nodes:
+        if node is found.bindings.root:
+            return None
+        inside = inside or node in found.inner
+        if inside and writes_in_place(node):
+            return f"{node.name} writes to memory between its parts"
+    return None
+
+
+def results(replacement: torch.fx.GraphModule) -> Sequence[torch.fx.Node]:
+    """The nodes that a traced replacement returns."""
+    returned: Any = next(iter(replacement.graph.find_nodes(op="output"))).args[0]
+    return returned if isinstance(returned, (tuple, list)) else (returned,)
+
+
+def insert(replacement: torch.fx.GraphModule, inputs: Sequence[torch.fx.Node], found: Found, name: str) -> None:
+    """Put a traced replacement before the root of a match, and erase what nothing uses any more.
+
+    Args:
+        inputs: what stands for the replacement's placeholders. name: the pattern's, for a message.
+    """
+    graph = found.bindings.root.graph
+    stand_ins: dict[torch.fx.Node, Any] = {}
+    with graph.inserting_before(found.bindings.root):
+        given = iter(inputs)
+        for node in replacement.graph.nodes:
+            if node.op == "get_attr":
+                raise PatternError(
+                    f"The replacement of the pattern {name} holds a tensor of its own.",
+                    "Make it in the replacement, with torch.full for instance, or let a wildcard stand for it.",
+                )
+            if node.op == "placeholder":
+                stand_ins[node] = next(given)
+            elif node.op == "call_function":
+                stand_ins[node] = graph.node_copy(node, stand_ins.__getitem__)
+    for old, new in zip(found.outputs, results(replacement), strict=True):
+        old.replace_all_uses_with(stand_ins[new], delete_user_cb=lambda user: user not in found.inner)
+    _erase_unused(found.inner)
+
+
+def _erase_unused(nodes: Sequence[torch.fx.Node]) -> None:
+    """Erase the parts of a match, last first, and the views between them."""
+    order = {node: number for number, node in enumerate(nodes[0].graph.nodes)}
+    for node in sorted(nodes, key=order.__getitem__, reverse=True):
+        _erase_with_views(node)
+
+
+def _erase_with_views(node: torch.fx.Node) -> None:
+    for user in list(node.users):
+        if passes_on(user) or _is_dead(user):
+            _erase_with_views(user)
+    if not node.users and not node._erased:
+        node.graph.erase_node(node)
+
+
+def _is_dead(node: torch.fx.Node) -> bool:
+    return node.op == "call_function" and not node.users and not has_effect(node)
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
