@@ -106,6 +106,10 @@ def test_a_half_whose_self_test_is_wrong_is_left_alone(
     with installed(Faulty(lambda tile: None)) as kernel, installed_write(FaultyWrite(lambda: None)) as write:
         report = compiled_once()
         assert [n.kernel for n in report.nodes] == [kernels]
+        quarantine.clear()
+        strict = torch.compile(serve, backend="tcport", options={"strict": True})
+        with pytest.raises(KernelBuildError, match="off by 3.*Drop the option 'strict'"):
+            strict(*new_tokens(), *state())
     reasons = tcport.history.fallbacks()[before:]
     assert {r.cause for r in reasons} == {"wrong numbers"}
     assert len(reasons) == len(left)

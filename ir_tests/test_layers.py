@@ -67,6 +67,7 @@ LAYERS = {
     "tcport.describe": 4,
     "tcport.emission": 4,
     "tcport.attempt": 4,
+    "tcport.race": 4,
     "tcport.survival": 4,
     "tcport.attention_only": 4,
     "tcport.explainer": 4,

@@ -13,7 +13,7 @@ from tcport.device import DeviceProfile
 from tcport.errors import LoweringRegistrationError, NoCandidateError
 from tcport.ir import Dim
 from tcport.lowering.candidate import Candidate, Rejection, Selection
-from tcport.lowering.registry import rows, select
+from tcport.lowering.registry import Kernels, named, select
 from tcport.lowering.spec import dim, dtype_name
 
 
@@ -74,12 +74,12 @@ def overload_of(name: str) -> Any:
 def chain_of(name: str) -> Callable[..., Selection]:
     """How the chain of an operator is chosen: the registered lowerings that fit, and last the operator itself."""
 
-    def choose(spec: ForeignSpec, profile: DeviceProfile, *, kernel: str | None = None) -> Selection:
+    def choose(spec: ForeignSpec, profile: DeviceProfile, *, kernel: Kernels = None) -> Selection:
         itself = Candidate(name, "torch", lambda call, launch: _twin_of(name)(*call.args, **call.kwargs), why="its own")
         try:
             chosen = select(name, spec, profile, kernel=kernel)
         except NoCandidateError as error:
-            if kernel is not None and any(row.name == kernel for row in rows(name)):
+            if named(name, kernel):
                 raise
             return Selection((itself,), (Rejection("every lowering", error.cause),))
         return Selection((*chosen.candidates, itself), chosen.rejections)

@@ -16,7 +16,7 @@ from tcport.functional_write import FunctionalWrite
 from tcport.kernels.call import AttentionCall, MergeCall, WriteAndAttendCall, WriteCall
 from tcport.lowering.candidate import Selection
 from tcport.lowering.foreign import ForeignCall, chain_of, foreign_spec, overload_of
-from tcport.lowering.registry import registered_operators, select
+from tcport.lowering.registry import Kernels, registered_operators, select
 from tcport.lowering.spec import attention_spec, merge_spec, write_and_attend_spec, write_spec
 from tcport.lowering.write_and_attend import select_both
 
@@ -41,7 +41,7 @@ class Operator:
         """The KV caches a call reads or writes, which no generated code may copy."""
         return [getattr(call, name) for name in ("k_cache", "v_cache") if hasattr(call, name)]
 
-    def select(self, spec: Any, profile: DeviceProfile, kernel: str | None) -> Selection:
+    def select(self, spec: Any, profile: DeviceProfile, kernel: Kernels) -> Selection:
         """The chain of kernels; arguments and errors as :func:`tcport.lowering.registry.select`."""
         if self.chain is not None:
             return self.chain(spec, profile, kernel=kernel)
@@ -91,11 +91,11 @@ def operator_of(node: torch.fx.Node) -> Operator | None:
     return next((operator for operator in all_operators() if target is operator.overload), None)
 
 
-def choose(operator: Operator, call: Any, profile: DeviceProfile, kernel: str | None = None) -> NodeChoice:
+def choose(operator: Operator, call: Any, profile: DeviceProfile, kernel: Kernels = None) -> NodeChoice:
     """The chain for a call on real or fake tensors.
 
     Args:
-        kernel: name of the only kernel to consider.
+        kernel: names of the only kernels to consider.
 
     Raises:
         OptionError, NoCandidateError: see :func:`tcport.lowering.registry.select`.
@@ -104,27 +104,34 @@ def choose(operator: Operator, call: Any, profile: DeviceProfile, kernel: str | 
     return NodeChoice(operator, spec, operator.select(spec, profile, kernel), profile)
 
 
-def call_of_node(operator: Operator, node: torch.fx.Node, value: str = "val") -> Any:
-    """The call a node makes, on the fake tensors that its inputs' ``meta`` holds under the name ``value``."""
+def call_of_node(
+    operator: Operator, node: torch.fx.Node, value: str = "val", convert: Callable[[Any], Any] = lambda value: value
+) -> Any:
+    """The call a node makes, on the fake tensors that its inputs' ``meta`` holds under the name ``value``.
+
+    Args:
+        convert: what is made of each of them.
+    """
     write = FunctionalWrite.of(node)
     if write is not None:
-        return operator.call(**write.call_values())
-    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta[value])
+        return operator.call(**{name: convert(given) for name, given in write.call_values().items()})
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: convert(n.meta[value]))
     return operator.call(*args, **kwargs)
 
 
 def device_of(call: Any) -> torch.device:
     """The device the tensors of a call lie on."""
-    return next(_tensors(call)).device
+    return next(tensors_of(call)).device
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a call, or of any nest of its arguments."""
     if isinstance(value, torch.Tensor):
         yield value
     elif dataclasses.is_dataclass(value):
-        yield from _tensors(tuple(vars(value).values()))
+        yield from tensors_of(tuple(vars(value).values()))
     elif isinstance(value, dict):
-        yield from _tensors(tuple(value.values()))
+        yield from tensors_of(tuple(value.values()))
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_of(item)

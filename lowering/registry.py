@@ -18,6 +18,8 @@ from tcport.probes import probe
 
 Answer = Candidate | Iterable[Candidate] | Verdict
 LowerFn = Callable[[Any, DeviceProfile], Answer]
+Kernels = str | tuple[str, ...] | None
+"""The names of the only kernels to consider; None: all of them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,32 +185,25 @@ def rows(op: str) -> tuple[Row, ...]:
     return tuple(row for row in _ROWS if row.op == op)
 
 
-def select(op: str, spec: Any, profile: DeviceProfile, *, kernel: str | None = None) -> Selection:
+def select(op: str, spec: Any, profile: DeviceProfile, *, kernel: Kernels = None) -> Selection:
     """The chain of candidates for one node, best first.
 
     Args:
         op: the operator's name.
         spec: the node's spec, :class:`tcport.ir.AttentionSpec` for attention.
         profile: the device the node's tensors lie on.
-        kernel: take this kernel and no other.
+        kernel: take these kernels and no others. Names of other operators' kernels are ignored: a graph may hold both.
 
     Raises:
-        OptionError: no kernel has that name.
-        NoCandidateError: the named kernel refuses the node.
+        OptionError: no kernel has such a name.
+        NoCandidateError: every kernel that was named refuses the node.
     """
-    known = {row.name for row in _ROWS}
-    if kernel is not None and kernel not in known:
-        close = difflib.get_close_matches(kernel, known, n=3)
-        hint = f"Did you mean {' or '.join(close)}?" if close else f"Known kernels: {', '.join(sorted(known))}."
-        raise OptionError(f"There is no kernel named {kernel!r}.", hint)
-    if kernel is not None and kernel not in {row.name for row in rows(op)}:
-        kernel = None  # the name belongs to another operator of the same graph
-
+    asked = named(op, kernel)
     candidates: list[tuple[int, int, Candidate]] = []
     rejections: list[Rejection] = []
     for name, group in _by_kernel(rows(op)).items():
-        if kernel is not None and name != kernel:
-            rejections.append(Rejection(name, f"options ask for the kernel {kernel}"))
+        if asked and name not in asked:
+            rejections.append(Rejection(name, f"options ask for the kernel {' or '.join(asked)}"))
             continue
         row, answer = _answer(group, spec, profile)
         if isinstance(answer, Verdict):
@@ -224,6 +219,23 @@ def select(op: str, spec: Any, profile: DeviceProfile, *, kernel: str | None = N
             f"No kernel takes this {op} node: {reasons}.", "Drop the option 'kernel', or change what it refuses."
         )
     return Selection(tuple(c for _, _, c in candidates), tuple(rejections))
+
+
+def named(op: str, kernel: Kernels) -> tuple[str, ...]:
+    """Those of the kernels asked for that are kernels of an operator.
+
+    Raises:
+        OptionError: no operator has a kernel of such a name.
+    """
+    asked = () if kernel is None else (kernel,) if isinstance(kernel, str) else kernel
+    known = {row.name for row in _ROWS}
+    for name in asked:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=3)
+            hint = f"Did you mean {' or '.join(close)}?" if close else f"Known kernels: {', '.join(sorted(known))}."
+            raise OptionError(f"There is no kernel named {name!r}.", hint)
+    own = {row.name for row in rows(op)}
+    return tuple(name for name in asked if name in own)
 
 
 def _by_kernel(registered: Iterable[Row]) -> dict[str, list[Row]]:

@@ -9,11 +9,11 @@ from typing import Any
 from tcport.device import DeviceProfile
 from tcport.kernels.call import Launcher, WriteAndAttendCall
 from tcport.lowering.candidate import Candidate, Part, Selection
-from tcport.lowering.registry import select
+from tcport.lowering.registry import Kernels, select
 from tcport.lowering.spec import WriteAndAttendSpec
 
 
-def select_both(spec: WriteAndAttendSpec, profile: DeviceProfile, *, kernel: str | None = None) -> Selection:
+def select_both(spec: WriteAndAttendSpec, profile: DeviceProfile, *, kernel: Kernels = None) -> Selection:
     """Pairs of kernels: each attention kernel, best first, behind each write, best first.
 
     Either half fails by itself, and the pairs without it are left.

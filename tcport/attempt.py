@@ -15,15 +15,17 @@ from tcport.chain import screened, step_down, survivors
 from tcport.describe import node_report
 from tcport.device import DeviceProfile, device_profile
 from tcport.emission import Emitted
+from tcport.errors import TcportError
 from tcport.fingerprint import fingerprint
 from tcport.functional_write import memory_of
 from tcport.graph_pass import STAGES, PassContext, Stage
 from tcport.lowering.candidate import Candidate
-from tcport.lowering.operators import Operator, all_operators, call_of_node, choose, device_of, operator_of
+from tcport.lowering.operators import NodeChoice, Operator, all_operators, call_of_node, choose, device_of, operator_of
 from tcport.lowering.registry import registered_operators, rows
 from tcport.lowering.spec import dim
 from tcport.options import Options
 from tcport.pass_manager import active_passes, run_passes
+from tcport.race import Entrant, contenders, entered
 from tcport.repeatable import unrepeatable
 from tcport.report import CacheClone, Cause, GraphReport
 
@@ -39,6 +41,7 @@ class Attempt:
         use_cache: whether Inductor may answer from its cache, and nothing be known.
         emitted: the nodes that were lowered.
         broken_off: the node whose candidate raised while it was lowered, the kernel of it, and what it raised.
+        refused: what the chain of a node raised where it had no link to give.
         unrepeatable: what keeps a graph that was broken off from being run again; None: nothing does.
     """
 
@@ -47,6 +50,7 @@ class Attempt:
     use_cache: bool = True
     emitted: list[Emitted] = dataclasses.field(default_factory=list)
     broken_off: tuple[Emitted, Candidate, Exception] | None = None
+    refused: TcportError | None = None
     unrepeatable: str | None = "a graph that came from the cache"
     _cache_sizes: set[Any] = dataclasses.field(default_factory=set)
 
@@ -113,23 +117,61 @@ class Attempt:
         own_options = dataclasses.replace(self.options, inductor=())
         return fingerprint([own_options, profiles, own_passes, lowerings, states, prebuilt, quarantine.keys()])
 
-    def _emitters(self) -> dict[Any, Callable[[torch.fx.Node], _inductor.Emission]]:
+    def _emitters(self) -> dict[Any, Callable[[torch.fx.Node], _inductor.Emission | _inductor.Race]]:
         if self.options.debug:
             self.report.note("debug: operators are called, checked and poisoned, instead of being lowered")
             return {}
         return {op.overload: lambda node, op=op: self._emit(op, node) for op in all_operators()}
 
-    def _emit(self, operator: Operator, node: torch.fx.Node) -> _inductor.Emission:
+    def _emit(self, operator: Operator, node: torch.fx.Node) -> _inductor.Emission | _inductor.Race:
+        try:
+            return self._lowered(operator, node)
+        except TcportError as error:
+            self.refused = (
+                error  # it comes out of Inductor wrapped, like a kernel's failure, behind which there is more
+            )
+            raise
+
+    def _lowered(self, operator: Operator, node: torch.fx.Node) -> _inductor.Emission | _inductor.Race:
         call = call_of_node(operator, node)
         choice = node.meta.get("tcport")
         if choice is None:
             choice = choose(operator, call, device_profile(device_of(call)), self.options.kernel)
         screened(choice, node=node.name, strict=self.options.strict)
-        emitted = Emitted(node.name, choice, survivors(choice)[0])
-        self.emitted.append(emitted)
-        self.report.nodes.append(node_report(node, choice))
         self._cache_sizes |= {dim(cache.numel()) for cache in operator.caches(call)}
         self._cache_sizes |= {dim(base.numel()) for base in _bases_of_caches(operator, node)}
+        ways = self._raced(node, choice)
+        if len(ways) < 2:
+            return self._emission(node, choice, ways[0].link if ways else survivors(choice)[0])
+        why = f"the fastest of {len(ways)} that Inductor timed"
+        return _inductor.Race(
+            f"tcport_{operator.name}",
+            device_of(call),
+            [
+                _inductor.Way(
+                    str(way.link), way.identity, way.run, lambda link=way.link: self._emission(node, choice, link, why)
+                )
+                for way in ways
+            ],
+        )
+
+    def _raced(self, node: torch.fx.Node, choice: NodeChoice) -> list[Entrant]:
+        """The links that are asked to race for a node, those left out that failed on an example."""
+        links = contenders(choice, self.options)
+        if len(links) < 2:
+            return []
+        call = call_of_node(choice.operator, node, convert=_inductor.concrete)
+        with _inductor.real_tensors():
+            entrants, failed = entered(choice, links, call)
+        for link, kernel, error, cause in failed:
+            emitted = Emitted(node.name, choice, link)
+            self.step_down([(emitted, kernel)], error, cause)
+        return entrants
+
+    def _emission(self, node: torch.fx.Node, choice: NodeChoice, link: Candidate, why: str = "") -> _inductor.Emission:
+        emitted = Emitted(node.name, choice, link)
+        self.emitted.append(emitted)
+        self.report.nodes.append(node_report(node, choice, link, why))
 
         def run(*args: Any, **kwargs: Any) -> Any:
             try:

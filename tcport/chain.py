@@ -15,19 +15,19 @@ from tcport.ir import TileConfig
 from tcport.logs import logger
 from tcport.lowering.candidate import Candidate
 from tcport.lowering.operators import NodeChoice, Operator, device_of
-from tcport.lowering.registry import generation
+from tcport.lowering.registry import Kernels, generation
 from tcport.probes import trusted
 from tcport.report import Cause, FallbackReason
 
 
-def run(operator: Operator, call: Any, *, kernel: str | None = None, strict: bool = False) -> Any:
+def run(operator: Operator, call: Any, *, kernel: Kernels = None, strict: bool = False) -> Any:
     """Carry out a call on real tensors with the best kernel that works.
 
     Running another kernel after a failed one is safe: attention writes to fresh tensors only, and a cache write that
     was begun is repeated whole, with the same values into the same slots.
 
     Args:
-        kernel: name of the only kernel to try.
+        kernel: names of the only kernels to try.
         strict: the first failure is an error.
 
     Raises:
@@ -164,7 +164,7 @@ def _error(cause: Cause) -> type[KernelBuildError] | type[KernelLaunchError]:
 
 @functools.lru_cache(maxsize=4096)
 def _choice(
-    operator: Operator, spec: Any, profile: DeviceProfile, kernel: str | None, strict: bool, generation: int
+    operator: Operator, spec: Any, profile: DeviceProfile, kernel: Kernels, strict: bool, generation: int
 ) -> NodeChoice:
     settle_cache_folders()
     return screened(NodeChoice(operator, spec, operator.select(spec, profile, kernel), profile), strict=strict)

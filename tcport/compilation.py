@@ -64,6 +64,8 @@ def _compile(
 
 def _stepped_down(attempt: Attempt, error: Exception) -> bool:
     """Take the kernels behind a failure out of their chains; False when it is no failure of tcport's kernels."""
+    if attempt.refused is not None:
+        raise attempt.refused from attempt.refused.__cause__
     cause = cause_of(error)
     own = own_error(error)
     if own is not None and cause is None:

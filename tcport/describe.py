@@ -15,14 +15,18 @@ from tcport.report import NodeReport, Rejected
 _said: set[str] = set()
 
 
-def node_report(node: torch.fx.Node, choice: NodeChoice) -> NodeReport:
+def node_report(node: torch.fx.Node, choice: NodeChoice, chosen: Candidate | None = None, why: str = "") -> NodeReport:
     """The kernel of a node, the links behind it, and every kernel that was left with the reason.
+
+    Args:
+        chosen: the link that was taken, and why; None: the first of the chain.
 
     Raises:
         KernelBuildError: see :func:`tcport.chain.survivors`.
     """
     chain = survivors(choice)
-    chosen = chain[0]
+    chosen = chosen or chain[0]
+    chain.sort(key=lambda link: link != chosen)
     rejected = [Rejected(r.kernel, r.reason, str(r.config) if r.config else "") for r in choice.selection.rejections]
     for kernel, reason in quarantine.reasons(choice).items():
         why = f"{reason.cause}: {reason.error}: {reason.message}"
@@ -34,7 +38,7 @@ def node_report(node: torch.fx.Node, choice: NodeChoice) -> NodeReport:
         kernel=chosen.kernel,
         tier=chosen.tier,
         tile=str(chosen.config) if chosen.config else "",
-        why=chosen.why,
+        why=why or chosen.why,
         chain=tuple(map(str, _brief(chain))),
         rejected=tuple(rejected),
     )

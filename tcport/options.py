@@ -20,7 +20,8 @@ class Options:
     Attributes:
         level: ``"full"`` compiles everything; ``"attention"`` rewrites and lowers attention alone and leaves the rest
             eager, for debugging.
-        kernel: name of the kernel to use for every attention or cache-write node; None: the best that fits.
+        kernel: name of the kernel to use for every attention or cache-write node; None: the best that fits. Of several
+            names, Inductor's autotuning chooses, as it does of all that fit under ``mode="max-autotune"``.
         strict: a fallback to a lower link of the chain is an error.
         passes: names of the graph passes to run; None: every registered one.
         disable_passes: names of graph passes to leave out.
@@ -31,7 +32,7 @@ class Options:
     """
 
     level: Level = "full"
-    kernel: str | None = None
+    kernel: str | tuple[str, ...] | None = None
     strict: bool = False
     passes: tuple[str, ...] | None = None
     disable_passes: tuple[str, ...] = ()
@@ -39,6 +40,11 @@ class Options:
     pass_fuel: int | None = None
     mode: str = "default"
     inductor: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def autotunes(self) -> bool:
+        """Whether Inductor's autotuning is asked for."""
+        return self.mode.startswith("max-autotune") or bool(dict(self.inductor).get("max_autotune"))
 
     def to_dict(self) -> dict[str, Any]:
         """The options that differ from their defaults."""
@@ -101,10 +107,11 @@ def _is_bool(key: str, value: Any) -> bool:
     return value
 
 
-def _is_name(key: str, value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise OptionError(f"Option {key!r} is {value!r}.", "Give a kernel's name as a string.")
-    return value
+def _is_kernels(key: str, value: Any) -> str | tuple[str, ...]:
+    names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, (list, tuple)) else ()
+    if not names or not all(isinstance(name, str) and name for name in names):
+        raise OptionError(f"Option {key!r} is {value!r}.", "Give a kernel's name, or a list of names.")
+    return value if isinstance(value, str) else names
 
 
 def _is_count(key: str, value: Any) -> int:
@@ -124,7 +131,7 @@ def _is_names(key: str, value: Any) -> tuple[str, ...]:
 
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "level": _one_of("full", "attention"),
-    "kernel": _is_name,
+    "kernel": _is_kernels,
     "strict": _is_bool,
     "debug": _is_bool,
     "passes": _is_names,
