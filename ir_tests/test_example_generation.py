@@ -40,17 +40,16 @@ def prompt_ids() -> list[list[int]]:
     return [tokenizer.encode_chat(prompt) for prompt in PROMPTS]
 
 
-@pytest.fixture(scope="module")
-def expected(prompt_ids: list[list[int]]) -> list[list[int]]:
-    """Greedy tokens from transformers, eager, in fp32 on the CPU; the prompts in one batch, padded on the left."""
+def transformers_tokens(prompt_ids: list[list[int]], device: str) -> list[list[int]]:
+    """Greedy tokens from transformers, eager, in fp32; the prompts in one batch, padded on the left."""
     import transformers
 
     path = bundled_gguf()
     model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-    model.eval().generation_config.eos_token_id = None
+    model.eval().to(device).generation_config.eos_token_id = None
     width = max(map(len, prompt_ids))
-    padded = torch.tensor([[0] * (width - len(ids)) + ids for ids in prompt_ids])
-    attended = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids])
+    padded = torch.tensor([[0] * (width - len(ids)) + ids for ids in prompt_ids], device=device)
+    attended = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids], device=device)
     with torch.no_grad():
         generated = model.generate(
             padded, attention_mask=attended, do_sample=False, max_new_tokens=NEW_TOKENS, pad_token_id=0
@@ -63,21 +62,22 @@ def run_example(directory: Path, *arguments: str) -> dict[str, Any]:
     prompts, output = directory / "prompts.txt", directory / "run.json"
     prompts.write_text("\n".join(PROMPTS), encoding="utf-8")
     script = [sys.executable, str(ROOT / "examples" / "generate.py"), "--prompts", str(prompts), "--json", str(output)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
     done = subprocess.run([*script, *arguments], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(output.read_text(encoding="utf-8"))
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_every_backend_generates_the_tokens_of_transformers(
-    prompt_ids: list[list[int]], expected: list[list[int]], tmp_path: Path
+    prompt_ids: list[list[int]], device: str, tmp_path: Path
 ) -> None:
     assert max(map(len, prompt_ids)) > 10 * 16, "a prompt must fill several pages"
-    run = run_example(
-        tmp_path, "--backend", "all", "--device", "cpu", "--ignore-stop", "--max-new-tokens", str(NEW_TOKENS)
-    )
+    arguments = {"backend": "all", "device": device, "dtype": "float32", "max-new-tokens": str(NEW_TOKENS)}
+    run = run_example(tmp_path, "--ignore-stop", *(f"--{name}={value}" for name, value in arguments.items()))
     assert [result["backend"] for result in run["results"]] == ["eager", "inductor", "tcport"]
+    expected = transformers_tokens(prompt_ids, device)
     for result in run["results"]:
         requests = result["requests"]
         assert [request["prompt"] for request in requests] == PROMPTS
