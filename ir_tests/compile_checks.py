@@ -57,8 +57,7 @@ def checks() -> dict[str, Callable[[], None]]:
     for dtype in FP8:
         case = dataclasses.replace(QUANTISED, kv_dtype=dtype, scales="head")
         table[f"decode, {dtype}"] = functools.partial(attention, case, TileConfig(16, 32, 4, 1), "sm_86")
-    native = dataclasses.replace(QUANTISED, scales="head")
-    table["decode, converted by the hardware"] = functools.partial(attention, native, TileConfig(16, 32, 4, 1), "sm_90")
+    table["fp8 conversion"] = the_hardware_converts_where_it_can
     for name, case in {"decode": DECODE, "everything": VARLEN.with_options(**EVERYTHING), "mla": MLA}.items():
         table[f"mutations, {name}"] = functools.partial(only_the_results_are_mutated, case)
     return table
@@ -71,18 +70,35 @@ def attention(case: Case, config: TileConfig, target: str) -> None:
     _compile(target, paged_decode if case.q_lens is None else paged_prefill, build(case), config)
 
 
+def the_hardware_converts_where_it_can() -> None:
+    """PTX ISA: ``cvt.rn.f16x2.e4m3x2`` needs sm_89."""
+    from triton.backends.compiler import GPUTarget
+
+    from tcport.kernels.offline import compile_launch, record
+    from tcport.kernels.target import targeting
+    from tcport.kernels.triton_decode import paged_decode
+
+    case = dataclasses.replace(QUANTISED, scales="head")
+    for arch in (86, 89, 90):
+        target = GPUTarget("cuda", arch, 32)
+        with targeting(target):
+            launch = record(paged_decode, build(case), TileConfig(16, 32, 4, 1, 1))[0]
+        assert ("cvt.rn.f16x2.e4m3x2" in compile_launch(launch, target).asm["ptx"]) == (arch >= 89)
+
+
 def only_the_results_are_mutated(case: Case) -> None:
     """What torch finds a kernel to mutate: an input among it would be cloned, or take a graph off CUDA graphs."""
     from torch._higher_order_ops import triton_kernel_wrap as wrap
     from triton.backends.compiler import GPUTarget
 
-    from tcport.kernels.offline import record, targeting
+    from tcport.kernels.offline import record
+    from tcport.kernels.target import targeting
     from tcport.kernels.triton_decode import paged_decode
     from tcport.kernels.triton_prefill import paged_prefill
 
     entry = paged_decode if case.q_lens is None else paged_prefill
-    for launch in record(entry, build(case), TileConfig(16, 32, 4, 2, 2)):
-        with targeting(GPUTarget("cuda", 90, 32)):
+    with targeting(GPUTarget("cuda", 90, 32)):
+        for launch in record(entry, build(case), TileConfig(16, 32, 4, 2, 2)):
             if hasattr(wrap, "identify_accessed_tensors"):
                 accesses = wrap.identify_accessed_tensors(launch.kernel, dict(launch.arguments), {})
                 written = {access.name for access in accesses.read_writes.writes}
@@ -107,9 +123,11 @@ def _compile(target: str, entry: Callable[..., object], *args: object) -> None:
     from triton.backends.compiler import GPUTarget
 
     from tcport.kernels.offline import compile_launch, record
+    from tcport.kernels.target import targeting
 
     *names, limit = TARGETS[target]
-    launches = record(entry, *args)
+    with targeting(GPUTarget(*names)):
+        launches = record(entry, *args)
     assert launches
     for launch in launches:
         shared = compile_launch(launch, GPUTarget(*names)).metadata.shared

@@ -89,7 +89,8 @@ class TestA2ZeroLengthSequences:
         for b, length in enumerate(lens):
             if length == 0:
                 assert out[b].eq(0).all()
-                assert torch.equal(lse[b], batch.arguments["sinks"] if sinks else torch.full((4,), -torch.inf))
+                expected = batch.arguments["sinks"] if sinks else torch.full((4,), -torch.inf)
+                torch.testing.assert_close(lse[b], expected, rtol=1e-6, atol=1e-6)  # a sink passes through base 2
 
     def test_neighbours_are_as_they_are_alone(self, path: Path) -> None:
         batch = build_batch(Recipe(lens=(0, 5, 0, 17))).arguments

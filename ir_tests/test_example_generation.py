@@ -62,7 +62,8 @@ def run_example(directory: Path, *arguments: str) -> dict[str, Any]:
     prompts, output = directory / "prompts.txt", directory / "run.json"
     prompts.write_text("\n".join(PROMPTS), encoding="utf-8")
     script = [sys.executable, str(ROOT / "examples" / "generate.py"), "--prompts", str(prompts), "--json", str(output)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run([*script, *arguments], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(output.read_text(encoding="utf-8"))

@@ -239,3 +239,11 @@ def test_the_private_name_search_finds(source: str, expected: set[str]) -> None:
 def test_the_import_search_finds(source: str, expected: set[str]) -> None:
     assert set(imports(ast.parse(source), "tcport.x", False)) == expected
     assert layer("tcport.kernels.x") == 0
+
+
+def test_kernels_are_told_their_target() -> None:
+    """Asked for in a kernel, it starts CUDA, which a forked compile worker of Inductor's cannot."""
+    device_code = list((PACKAGE / "kernels").glob("triton_*.py"))
+    assert device_code
+    for path in device_code:
+        assert "target_info" not in path.read_text(encoding="utf-8"), path

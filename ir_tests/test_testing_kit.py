@@ -24,6 +24,7 @@ from tcport.testing import (
     inject_failure,
     lower_on,
     run_pass,
+    to_device,
 )
 
 aten = torch.ops.aten
@@ -199,6 +200,14 @@ def test_lower_on_chooses_for_devices_that_are_not_there() -> None:
     assert [(n.op, n.kernel) for n in here] == [("write_and_attend", "cpp_write+cpp_attention")]
     forced = lower_on(H200, layer, *args, options={"kernel": "torch_attention"})
     assert [n.kernel for n in forced] == ["torch_write+torch_attention"]
+
+
+def test_one_tensor_under_two_names_is_one_on_another_device() -> None:
+    cache = torch.zeros(4)
+    moved = to_device({"k": cache, "v": cache, "half": cache[2:], "n": 3}, "meta")
+    assert moved["k"] is moved["v"]
+    assert moved["half"].storage_offset() == 2
+    assert moved["n"] == 3
 
 
 def test_compiles_are_counted_and_injected_failures_stepped_over(

@@ -90,3 +90,21 @@ def test_merge() -> None:
     count, guards = launches_and_guards(entry, out, lse, torch.empty_like(out), torch.empty_like(lse))
     assert count == 1
     assert_only_static_sizes_are_assumed(guards)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_whether_v_is_a_view_of_k_is_decided_at_open_offsets(same: bool) -> None:
+    """A comparison of open sizes gives a SymBool, which hashes and compares as no bool does."""
+    answers: list[object] = []
+
+    def entry(pool: torch.Tensor, k_at: torch.Tensor, v_at: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        sizes = [4, PAGE, KV_HEADS, DIM]
+        k, v = (pool.as_strided(sizes, pool.stride()[1:], at.shape[0]) for at in (k_at, v_at))
+        answers.append(AttentionCall.of(rest[0], k, v, *rest[1:]).v_is_view_of_k)
+        return k
+
+    query, _, _, table, lens = tensors(5, 5).values()
+    pool = torch.empty(3, 4, PAGE, KV_HEADS, DIM, device="meta", dtype=torch.bfloat16)
+    offsets = [torch.empty(n, device="meta") for n in (1000, 1000 if same else 2000)]
+    make_fx(entry, tracing_mode="symbolic")(pool, *offsets, query, table, lens)
+    assert answers[-1] is same

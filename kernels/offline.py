@@ -1,7 +1,9 @@
 """Compiling what a kernel entry would launch, for a device that is not in the room.
 
-    launches = record(paged_decode, call, config)            # call may hold meta or fake tensors
-    compiled = compile_launch(launches[0], GPUTarget("hip", "gfx942", 64))
+    target = GPUTarget("hip", "gfx942", 64)
+    with targeting(target):
+        launches = record(paged_decode, call, config)          # call may hold meta or fake tensors
+    compiled = compile_launch(launches[0], target)
     compiled.metadata.shared                                   # bytes; Triton itself checks no device limit here
 
 A compile for the wrong target can abort the process, so do it in a subprocess. Triton allows no offline compile in a
@@ -10,15 +12,16 @@ process that runs its interpreter.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
+from tcport.kernels.target import targeting
 
 _TYPES = {
     torch.float64: "fp64",
@@ -110,23 +113,6 @@ def compile_launch(launch: Launch, target: GPUTarget, known: Specialisation | No
     source = ASTSource(launch.kernel, known.signature, constants, attributes)
     with targeting(target):
         return triton.compile(source, target=target, options=dict(launch.options))
-
-
-@contextlib.contextmanager
-def targeting(target: GPUTarget) -> Iterator[None]:
-    """Make ``tl.target_info`` in a kernel answer for ``target``, not for the GPU of this machine."""
-    triton.runtime.driver.set_active(_AbsentDevice(target))  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        triton.runtime.driver.set_active(None)  # type: ignore[arg-type]  # found again when it is next asked for
-
-
-class _AbsentDevice:
-    """The one answer that a compile wants from Triton's driver."""
-
-    def __init__(self, target: GPUTarget) -> None:
-        self.get_current_target = lambda: target
 
 
 def type_of(value: Any) -> str:

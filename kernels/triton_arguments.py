@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tcport.ir import TileConfig
 from tcport.kernels.call import AttentionCall
+from tcport.kernels.target import converts_e4m3
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
 _FAR = 2**30  # a window or chunk beyond any length; keeps position arithmetic within 32 bits
@@ -64,8 +65,8 @@ def attention_arguments(call: AttentionCall, config: TileConfig) -> dict[str, An
         "BLOCK_MAIN": block_main,
         "BLOCK_REST": block_rest,
         "BLOCK_V": block_v,
-        "K_FORMAT": format_of(k),
-        "V_FORMAT": format_of(v),
+        "K_FORMAT": read_format(k),
+        "V_FORMAT": read_format(v),
         "V_IS_K": call.v_is_view_of_k and block_v == block_main,
         "V_LIKE_K": _equal_row_strides(k, v),
         "K_TOKEN_SCALE": call.k_scale is not None and call.k_scale.dim() == 3,
@@ -107,6 +108,12 @@ def as_bytes(cache: Tensor) -> Tensor:
 def format_of(cache: Tensor) -> str | None:
     """Torch's name of an 8-bit float format; None for a dtype that Triton converts by itself."""
     return str(cache.dtype).removeprefix("torch.") if cache.dtype in _FP8 else None
+
+
+def read_format(cache: Tensor) -> str | None:
+    """The same with the way to read it: by the hardware's own conversion where the GPU has one."""
+    hardware = cache.dtype == torch.float8_e4m3fn and converts_e4m3(cache.device)
+    return "float8_e4m3fn in hardware" if hardware else format_of(cache)
 
 
 def strides(name: str, tensor: Tensor, dims: tuple[str, ...]) -> dict[str, Any]:

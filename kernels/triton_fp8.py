@@ -18,7 +18,7 @@ import triton.language as tl
 @triton.jit
 def decode(bits, FORMAT: tl.constexpr):
     """The values of uint8 ``bits`` as fp16 (fp32 for e5m2fnuz, which reaches past fp16's exponents); exact."""
-    if FORMAT == "float8_e4m3fn" and tl.target_info.cuda_capability_geq(8, 9):
+    if FORMAT == "float8_e4m3fn in hardware":
         value = bits.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     elif FORMAT == "float8_e5m2":
         value = (bits.to(tl.uint16) << 8).to(tl.float16, bitcast=True)

@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 
 from tcport.bundle.example import example_call
 from tcport.kernels.offline import Launch, compile_launch, record, specialise
+from tcport.kernels.target import targeting
 from tcport.tiling.wire import config_of
 
 _BINARIES = {"cuda": "cubin", "hip": "hsaco"}
@@ -39,23 +40,25 @@ def build(request: dict[str, Any]) -> list[dict[str, Any]]:
     entry = getattr(importlib.import_module(module), name)
     config = config_of(request["config"])
     options = request["options"]
-    launches = record(entry, example_call(request["op"], request["spec"], request["index_dtype"]), config=config)
+    call = example_call(request["op"], request["spec"], request["index_dtype"])
+    target = GPUTarget(*request["target"])
+    with targeting(target):
+        launches = record(entry, call, config=config)
     return [
-        _compiled(Launch(x.kernel, x.grid, x.arguments, {**x.options, **options}), request["target"], aligned)
+        _compiled(Launch(x.kernel, x.grid, x.arguments, {**x.options, **options}), target, aligned)
         for x in launches
         for aligned in (True, False)
     ]
 
 
-def _compiled(launch: Launch, target: list[Any], aligned: bool) -> dict[str, Any]:
-    backend, arch, warp_width = target
+def _compiled(launch: Launch, target: GPUTarget, aligned: bool) -> dict[str, Any]:
     known = specialise(launch, aligned=aligned)
-    compiled = compile_launch(launch, GPUTarget(backend, arch, warp_width), known)
+    compiled = compile_launch(launch, target, known)
     metadata = compiled.metadata
     if metadata.global_scratch_size or metadata.profile_scratch_size:
         raise ValueError("the kernel needs scratch memory of the launcher's")
     visible = sum(kind != "constexpr" for kind in known.signature.values())
-    parameters = _parameters(compiled.asm["ptx" if backend == "cuda" else "amdgcn"])
+    parameters = _parameters(compiled.asm["ptx" if target.backend == "cuda" else "amdgcn"])
     return {
         "function": launch.kernel.__name__,
         "symbol": metadata.name,
@@ -64,8 +67,8 @@ def _compiled(launch: Launch, target: list[Any], aligned: bool) -> dict[str, Any
         "aligned": known.aligned,
         "hidden": parameters - visible,
         "shared": metadata.shared,
-        "threads": metadata.num_warps * warp_width,
-        "binary": base64.b64encode(compiled.asm[_BINARIES[backend]]).decode(),
+        "threads": metadata.num_warps * target.warp_size,
+        "binary": base64.b64encode(compiled.asm[_BINARIES[target.backend]]).decode(),
     }
 
 

@@ -57,12 +57,21 @@ class PagedBatch:
 
 
 def to_device(arguments: dict[str, Any], device: torch.device | str) -> dict[str, Any]:
-    """Arguments with their tensors on another device: strides stay, and tensors that share a storage do so there."""
+    """Arguments with their tensors on another device.
+
+    Strides stay, tensors that share a storage do so there, and one tensor under two names is one there too.
+    """
+    moved: dict[int, Tensor] = {}
     storages: dict[tuple[int, torch.dtype], Tensor] = {}  # the dtype, because all empty storages lie at address 0
 
     def move(value: Any) -> Any:
         if not isinstance(value, Tensor) or value.device == torch.device(device):
             return value
+        if id(value) not in moved:
+            moved[id(value)] = move_tensor(value)
+        return moved[id(value)]
+
+    def move_tensor(value: Tensor) -> Tensor:
         storage = value.untyped_storage()
         key = (storage.data_ptr(), value.dtype)
         if key not in storages:

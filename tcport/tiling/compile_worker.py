@@ -19,6 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from tcport.kernels.offline import Launch, compile_launch, record
+from tcport.kernels.target import targeting
 from tcport.tiling.example import attention_call
 from tcport.tiling.wire import config_of, spec_of
 
@@ -27,26 +28,27 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         try:
-            answer = {"launches": [_compile(launch, request["target"]) for launch in _launches(request)]}
+            target = GPUTarget(*request["target"])
+            answer = {"launches": [_compile(launch, target) for launch in _launches(request, target)]}
         except Exception as error:  # noqa: BLE001 - whatever the compiler raises is this request's answer
             answer = {"error": f"{type(error).__name__}: {_first_line(error)}"}
         print(json.dumps(answer), flush=True)
 
 
-def _launches(request: dict[str, Any]) -> list[Launch]:
+def _launches(request: dict[str, Any], target: GPUTarget) -> list[Launch]:
     module, name = request["entry"].split(":")
     entry = getattr(importlib.import_module(module), name)
-    return record(entry, attention_call(spec_of(request["spec"])), config_of(request["config"]))
+    with targeting(target):
+        return record(entry, attention_call(spec_of(request["spec"])), config_of(request["config"]))
 
 
-def _compile(launch: Launch, target: list[Any]) -> dict[str, Any]:
-    backend, arch, warp_width = target
-    compiled = compile_launch(launch, GPUTarget(backend, arch, warp_width))
-    read = _nvidia_resources if backend == "cuda" else _amd_resources
+def _compile(launch: Launch, target: GPUTarget) -> dict[str, Any]:
+    compiled = compile_launch(launch, target)
+    read = _nvidia_resources if target.backend == "cuda" else _amd_resources
     return {
         "kernel": compiled.metadata.name,
         "shared": compiled.metadata.shared,
-        "threads": compiled.metadata.num_warps * warp_width,
+        "threads": compiled.metadata.num_warps * target.warp_size,
         **read(compiled),
     }
 

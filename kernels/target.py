@@ -1,0 +1,46 @@
+"""The GPU that launches are made for: the one their tensors lie on, or one named for a compile without it.
+
+What a kernel must know of its target is decided on the host and passed in. Asked for inside a kernel
+(``tl.target_info``), it starts CUDA, which a forked compile worker of Inductor's cannot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+_named: contextvars.ContextVar[GPUTarget | None] = contextvars.ContextVar("tcport_target", default=None)
+
+
+@contextlib.contextmanager
+def targeting(target: GPUTarget) -> Iterator[None]:
+    """Make launches for ``target``, and let Triton compile as if it were this machine's GPU."""
+    triton.runtime.driver.set_active(_AbsentDevice(target))  # type: ignore[arg-type]
+    token = _named.set(target)
+    try:
+        yield
+    finally:
+        _named.reset(token)
+        triton.runtime.driver.set_active(None)  # type: ignore[arg-type]  # found again when it is next asked for
+
+
+def converts_e4m3(device: torch.device) -> bool:
+    """Whether the GPU converts float8_e4m3fn in hardware: NVIDIA from compute capability 8.9 on (PTX ISA, ``cvt``)."""
+    target = _named.get()
+    if target is not None:
+        return target.backend == "cuda" and int(target.arch) >= 89
+    if device.type != "cuda" or torch.version.cuda is None or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+class _AbsentDevice:
+    """The one answer that a compile wants from Triton's driver."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.get_current_target = lambda: target
