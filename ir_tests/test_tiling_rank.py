@@ -239,3 +239,13 @@ def test_no_two_warpgroups_share_rows(device: str, changes: dict) -> None:
     for sizes in ({"tokens": 22, "batch": 4, "context": 66}, {"tokens": 4096, "batch": 1}, {"num_q_heads": 512}):
         configs = rank_tiles(decode_spec(**sizes, **changes), catalogue_profile(device)).configs
         assert all(c.block_m < 64 or c.num_warps < 8 or c.block_m >= 128 for c in configs)
+
+
+@pytest.mark.parametrize("device", ["h100", "h200"])
+def test_short_warpgroup_products_have_few_keys(device: str) -> None:
+    """Seen on an H200 with triton 3.6: V of 8 to 32 columns is wrong from 64 keys on; 64 columns are right."""
+    for dim_v in (8, 16, 32, 48, 64):
+        for sizes in ({"tokens": 22, "batch": 4, "context": 66}, {"tokens": 4096, "batch": 1}):
+            configs = rank_tiles(decode_spec(**sizes, dim_qk=80, dim_v=dim_v), catalogue_profile(device)).configs
+            products = [c for c in configs if c.block_m >= 64 and c.num_warps % 4 == 0]
+            assert {c.block_n for c in products} & {64, 128} == (set() if dim_v <= 32 else {64, 128})
