@@ -53,6 +53,7 @@ LAYERS = {
     "tcport.bundle": 2,
     "tcport.bundle.command": 4,
     "tcport._inductor": 3,
+    "tcport._inductor_race": 3,
     "tcport._inductor_patterns": 3,
     "tcport.pattern_engine": 3,
     "tcport.eager": 4,
@@ -83,7 +84,7 @@ LAYERS = {
 }
 
 # The two that may name private parts of torch: Inductor as a compiler, and its pattern matcher.
-PRIVATE = ("tcport._inductor", "tcport._inductor_patterns")
+PRIVATE = ("tcport._inductor", "tcport._inductor_patterns", "tcport._inductor_race")
 
 # Private by spelling, public by documentation.
 PUBLIC_UNDERSCORES = {"torch._check", "torch._check_is_size"}

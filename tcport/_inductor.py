@@ -28,11 +28,12 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.graph import GraphLowering
 from torch._inductor.lowering import lowerings, process_subgraph_nodes, register_lowering
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
-from torch._inductor.select_algorithm import NoValidChoicesError, autotune_select_algorithm
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from tcport._inductor_race import Race, winner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,36 +47,6 @@ class Emission:
 
     run: Callable[..., Any]
     exact_strides: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class Race:
-    """Several ways to lower one node, of which Inductor's autotuning takes the fastest.
-
-    Attributes:
-        name: what Inductor's log calls it.
-        device: where the ways run.
-    """
-
-    name: str
-    device: torch.device
-    ways: Sequence[Way]
-
-
-@dataclasses.dataclass(frozen=True)
-class Way:
-    """One way to lower a node.
-
-    Attributes:
-        name: what Inductor's log calls it. identity: what stands for it in Inductor's cache of timings.
-        run: runs it once, on real tensors.
-        emission: says how to lower the node this way; called for the winner alone.
-    """
-
-    name: str
-    identity: str
-    run: Callable[[], object]
-    emission: Callable[[], Emission]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -346,13 +317,10 @@ def _lowering(emit: Callable[[torch.fx.Node], Emission | Race]) -> Callable[...,
     """A lowering that traces what ``emit`` says and lowers the trace in place of the node."""
 
     def lower(*args: Any, **kwargs: Any) -> Any:
-        emission = emit(V.graph.current_node)
-        if isinstance(emission, Race):
-            emission = _winner(emission)()
-        return lowered(emission, *args, **kwargs)
-
-    def lowered(emission: Emission, *args: Any, **kwargs: Any) -> Any:
         node = V.graph.current_node
+        emission = emit(node)
+        if isinstance(emission, Race):
+            emission = winner(emission)()
         leaves, spec = tree_flatten((node.args, node.kwargs))
         holes = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.fx.Node)]
         fakes = [leaves[i].meta["val"] for i in holes]
@@ -374,39 +342,6 @@ def _lowering(emit: Callable[[torch.fx.Node], Emission | Race]) -> Callable[...,
         return process_subgraph_nodes(traced, inputs) or None
 
     return lower
-
-
-def _winner(race: Race) -> Callable[[], Emission]:
-    """The emission that Inductor's autotuning chooses, by timings that it keeps and logs like those of its own."""
-    won: list[Callable[[], Emission]] = []
-
-    class Choice(ir.ChoiceCaller):
-        """A way as Inductor sees it. It brings tensors of its own: what Inductor calls it with has no part in it."""
-
-        def __init__(self, way: Way) -> None:
-            super().__init__(way.name, [], layout, "")
-            self.way = way
-
-        def hash_key(self) -> str:
-            return self.way.identity
-
-        def to_callable(self) -> Callable[..., Any]:
-            return lambda *args, **kwargs: self.way.run()
-
-        def output_node(self) -> Any:
-            won.append(self.way.emission)
-
-    layout = ir.FixedLayout(race.device, torch.float32, [1], [1])
-    with config.patch(autotune_in_subproc=False), torch.no_grad(), contextlib.suppress(NoValidChoicesError):
-        autotune_select_algorithm(race.name, list(map(Choice, race.ways)), [], layout, return_multi_template=False)
-    return won[-1] if won else race.ways[0].emission
-
-
-@contextlib.contextmanager
-def real_tensors() -> Iterator[None]:
-    """Within the compile of a graph: operations on real tensors, which are run."""
-    with unset_fake_temporarily(), torch.no_grad():
-        yield
 
 
 def _with_strides(value: Any, fake: Any) -> Any:

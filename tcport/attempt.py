@@ -10,6 +10,7 @@ import torch
 import torch.fx
 
 from tcport import _inductor, passes, pattern_engine, quarantine  # noqa: F401  (what two of them register is used)
+from tcport._inductor_race import Race, Way, real_tensors
 from tcport.bundle.store import bundles
 from tcport.chain import screened, step_down, survivors
 from tcport.describe import node_report
@@ -117,26 +118,24 @@ class Attempt:
         own_options = dataclasses.replace(self.options, inductor=())
         return fingerprint([own_options, profiles, own_passes, lowerings, states, prebuilt, quarantine.keys()])
 
-    def _emitters(self) -> dict[Any, Callable[[torch.fx.Node], _inductor.Emission | _inductor.Race]]:
+    def _emitters(self) -> dict[Any, Callable[[torch.fx.Node], _inductor.Emission | Race]]:
         if self.options.debug:
             self.report.note("debug: operators are called, checked and poisoned, instead of being lowered")
             return {}
         return {op.overload: lambda node, op=op: self._emit(op, node) for op in all_operators()}
 
-    def _emit(self, operator: Operator, node: torch.fx.Node) -> _inductor.Emission | _inductor.Race:
+    def _emit(self, operator: Operator, node: torch.fx.Node) -> _inductor.Emission | Race:
         try:
             return self._lowered(operator, node)
         except TcportError as error:
-            self.refused = (
-                error  # it comes out of Inductor wrapped, like a kernel's failure, behind which there is more
-            )
+            self.refused = error  # it comes out of Inductor wrapped, as does what a kernel raises and can be survived
             raise
 
-    def _lowered(self, operator: Operator, node: torch.fx.Node) -> _inductor.Emission | _inductor.Race:
+    def _lowered(self, operator: Operator, node: torch.fx.Node) -> _inductor.Emission | Race:
         call = call_of_node(operator, node)
-        choice = node.meta.get("tcport")
-        if choice is None:
-            choice = choose(operator, call, device_profile(device_of(call)), self.options.kernel)
+        choice: NodeChoice = node.meta.get("tcport") or choose(
+            operator, call, device_profile(device_of(call)), self.options.kernel
+        )
         screened(choice, node=node.name, strict=self.options.strict)
         self._cache_sizes |= {dim(cache.numel()) for cache in operator.caches(call)}
         self._cache_sizes |= {dim(base.numel()) for base in _bases_of_caches(operator, node)}
@@ -144,13 +143,11 @@ class Attempt:
         if len(ways) < 2:
             return self._emission(node, choice, ways[0].link if ways else survivors(choice)[0])
         why = f"the fastest of {len(ways)} that Inductor timed"
-        return _inductor.Race(
+        return Race(
             f"tcport_{operator.name}",
             device_of(call),
             [
-                _inductor.Way(
-                    str(way.link), way.identity, way.run, lambda link=way.link: self._emission(node, choice, link, why)
-                )
+                Way(str(way.link), way.identity, way.run, lambda link=way.link: self._emission(node, choice, link, why))
                 for way in ways
             ],
         )
@@ -161,7 +158,7 @@ class Attempt:
         if len(links) < 2:
             return []
         call = call_of_node(choice.operator, node, convert=_inductor.concrete)
-        with _inductor.real_tensors():
+        with real_tensors():
             entrants, failed = entered(choice, links, call)
         for link, kernel, error, cause in failed:
             emitted = Emitted(node.name, choice, link)
