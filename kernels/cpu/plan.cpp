@@ -48,10 +48,9 @@ void plan_rows(const Attention& a, Task task, Range keys, int64_t piece, int64_t
   }
 }
 
-// KV heads per task of few rows. The heads of a token adjacent in memory are read together; heads whose tokens are
-// adjacent, one after the other.
+// KV heads per task of few rows: all, unless that leaves too few tasks. The heads of a page are neighbours in memory, in
+// either layout, and read one after the other they share what it costs to find the page: entries of the page tables.
 int64_t heads_per_task(const Attention& a, const std::vector<Sequence>& sequences, int64_t threads) {
-  if (a.k.token_stride <= a.k.head_stride) return 1;
   int64_t pieces = 0;
   for (const Sequence& s : sequences) pieces += ceil_div(s.length, a.tile.piece);
   int64_t heads = a.kv_heads;

@@ -86,6 +86,55 @@ inline void stream_scores(const typename Dot<T>::Query* query, int64_t query_str
   }
 }
 
+// How weights of keys meet rows of values, one key at a time, in fp32.
+template <class T>
+struct Weigh {
+  static constexpr int KEYS = 1;
+  static TCPORT_INLINE void stage(float*, int64_t) {}
+  template <int COLUMNS>
+  static TCPORT_INLINE void load_values(const T* const* rows, int64_t, int64_t column, vf (&v)[COLUMNS]) {
+    TCPORT_UNROLL
+    for (int c = 0; c < COLUMNS; c++) v[c] = load(rows[0] + column + c * W);
+  }
+  static TCPORT_INLINE vf load_weight(const float* weights, int64_t j) { return splat(weights[j]); }
+  static TCPORT_INLINE vf add(vf sum, vf w, vf v) { return sum + w * v; }
+};
+
+#if defined(__AVX512BF16__)
+// Two keys at a time: the weights are rounded to bf16, as the values are, and pairs of both meet in one instruction.
+template <>
+struct Weigh<bf16> {
+  static constexpr int KEYS = 2;
+  static TCPORT_INLINE __m512i widened(const bf16* p) { return _mm512_castsi256_si512(load_bits<__m256i>(p)); }
+  // Rounds weights where they are; behind an odd number of them stands a zero.
+  static TCPORT_INLINE void stage(float* weights, int64_t count) {
+    if (count % 2) weights[count] = 0;
+    for (int64_t j = 0; j < count; j += W) {
+      __m256bh rounded = _mm512_cvtneps_pbh((__m512)load(weights + j));
+      __builtin_memcpy(reinterpret_cast<char*>(weights) + 2 * j, &rounded, sizeof rounded);
+    }
+  }
+  template <int COLUMNS>
+  static TCPORT_INLINE void load_values(const bf16* const* rows, int64_t left, int64_t column, vf (&v)[COLUMNS]) {
+    const vu low = ((vu)iota() << 16 | (vu)iota()) + (32u << 16), high = low + (16u << 16 | 16u);  // from both in turn
+    TCPORT_UNROLL
+    for (int c = 0; c < COLUMNS; c += 2) {
+      const bf16 *first = rows[0] + column + c * W, *second = rows[1] + column + c * W;
+      if (c + 1 == COLUMNS) {
+        __m512i x = widened(first), y = left > 1 ? widened(second) : __m512i{};
+        v[c] = (vf)_mm512_permutex2var_epi16(x, (__m512i)low, y);
+      } else {
+        __m512i x = load_bits<__m512i>(first), y = left > 1 ? load_bits<__m512i>(second) : __m512i{};
+        v[c] = (vf)_mm512_permutex2var_epi16(x, (__m512i)low, y);
+        v[c + 1] = (vf)_mm512_permutex2var_epi16(x, (__m512i)high, y);
+      }
+    }
+  }
+  static TCPORT_INLINE vf load_weight(const float* weights, int64_t j) { return (vf)splat(load_bits<int32_t>(weights + j / 2)); }
+  static TCPORT_INLINE vf add(vf sum, vf w, vf v) { return (vf)_mm512_dpbf16_ps(sum, (__m512bh)w, (__m512bh)v); }
+};
+#endif
+
 // sums[r][c] = sums[r][c] * rescale[r] + weights[r][j] * value[j][c] over all keys j of the block.
 template <class T, int ROWS, int COLUMNS>
 TCPORT_INLINE void weigh_tile(const float* weights, int64_t weights_stride, const float* rescale, const T* const* values,
@@ -97,17 +146,16 @@ TCPORT_INLINE void weigh_tile(const float* weights, int64_t weights_stride, cons
     TCPORT_UNROLL
     for (int c = 0; c < COLUMNS; c++) acc[r][c] = load(sums + r * sums_stride + c * W) * rescale[r];
   }
-  for (int64_t j = 0; j < count; j++) {
-    const T* row = values[j] + column;
-    if (j < next_count) prefetch(reinterpret_cast<const char*>(next[j] + column), next_bytes);
+  for (int64_t j = 0; j < count; j += Weigh<T>::KEYS) {
+    for (int64_t i = j; i < j + Weigh<T>::KEYS && i < next_count; i++)
+      prefetch(reinterpret_cast<const char*>(next[i] + column), next_bytes);
     vf v[COLUMNS];
-    TCPORT_UNROLL
-    for (int c = 0; c < COLUMNS; c++) v[c] = load(row + c * W);
+    Weigh<T>::load_values(values + j, count - j, column, v);
     TCPORT_UNROLL
     for (int r = 0; r < ROWS; r++) {
-      vf w = splat(weights[r * weights_stride + j]);
+      vf w = Weigh<T>::load_weight(weights + r * weights_stride, j);
       TCPORT_UNROLL
-      for (int c = 0; c < COLUMNS; c++) acc[r][c] += w * v[c];
+      for (int c = 0; c < COLUMNS; c++) acc[r][c] = Weigh<T>::add(acc[r][c], w, v[c]);
     }
   }
   TCPORT_UNROLL
@@ -116,10 +164,11 @@ TCPORT_INLINE void weigh_tile(const float* weights, int64_t weights_stride, cons
     for (int c = 0; c < COLUMNS; c++) store(sums + r * sums_stride + c * W, acc[r][c]);
 }
 
-// Adds the weighted values of a block to what all rows have accumulated.
+// Adds the weighted values of a block to what all rows have accumulated. The weights are spent.
 template <class T>
-inline void stream_values(const float* weights, int64_t weights_stride, const float* rescale, int64_t rows,
+inline void stream_values(float* weights, int64_t weights_stride, const float* rescale, int64_t rows,
                           const Rows<T>& values, int64_t count, int64_t dim, float* sums, int64_t sums_stride) {
+  for (int64_t r = 0; r < rows; r++) Weigh<T>::stage(weights + r * weights_stride, count);
   auto pass = [&]<int COLUMNS>(number<COLUMNS>, int64_t column) {
     int64_t r = 0;
     auto tile = [&]<int ROWS>(number<ROWS>) {

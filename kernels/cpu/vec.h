@@ -39,7 +39,7 @@ TCPORT_INLINE V load_bits(const void* p) {
   return v;
 }
 
-TCPORT_INLINE vf splat(float x) { return vf{} + x; }
+TCPORT_INLINE vf splat(float x) { return x - vf{}; }  // vf{} + x stays an addition, since it turns -0 into 0
 TCPORT_INLINE vi splat(int32_t x) { return vi{} + x; }
 TCPORT_INLINE vf load(const float* p) { return load_bits<vf>(p); }
 TCPORT_INLINE void store(float* p, vf v) { __builtin_memcpy(p, &v, sizeof v); }
