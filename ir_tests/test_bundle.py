@@ -25,6 +25,7 @@ from tcport.device import catalogue_profile
 from tcport.errors import ArgumentError, BundleError, KernelLaunchError
 from tcport.failures import cause_of
 from tcport.ir import AttentionSpec
+from tcport.kernels import cpu_library
 from tcport.kernels.offline import Launch, record
 from tcport.kernels.triton_decode import paged_decode
 from tcport.lowering.operators import PAGED_ATTENTION, NodeChoice
@@ -75,6 +76,10 @@ def test_what_was_built(built: Path) -> None:
     assert {e.function for e in bundle.entries} == {"paged_attention_kernel", "combine_kernel", "kv_write_kernel"}
     assert bundle.faults() == []
     assert refusal(bundle) is None
+    assert bundle.cpu_library("another") is None
+    library = bundle.cpu_library(cpu_library.identity())
+    assert library is not None
+    assert library.read_bytes() == cpu_library.build().read_bytes()
     for entry in bundle.entries:
         assert bundle.binary(entry)[:4] == b"\x7fELF"
         assert entry.symbol.encode() in bundle.binary(entry)

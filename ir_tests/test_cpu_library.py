@@ -7,6 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from typer.testing import CliRunner
+
+from tcport.bundle.command import app
 from tcport.kernels import cpu_library
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,6 +27,13 @@ torch.testing.assert_close(tcport.paged_attention(*args), reference.paged_attent
 selection = choose(PAGED_ATTENTION, PAGED_ATTENTION.call(*args), device_profile("cpu")).selection
 print([c.kernel for c in selection.candidates], [str(r) for r in selection.rejections])
 """
+
+EXPLAIN = (
+    ATTEND[: ATTEND.index("torch.testing")]
+    + """
+print(tcport.explain(tcport.paged_attention, *args))
+"""
+)
 
 
 def start(code: str, **environment: str) -> subprocess.Popen[str]:
@@ -98,3 +108,44 @@ def test_processes_that_race_build_once_and_none_builds_again(tmp_path: Path) ->
     assert without_compiler.strip() == cpu_library.load().isa
     again = (tmp_path / "calls").read_text().splitlines()[len(calls) :]
     assert again == ["--version"]
+
+
+def test_a_bundle_has_the_kernels_where_nothing_can_be_compiled(tmp_path: Path) -> None:
+    bundle = tmp_path / "bundle"
+    done = CliRunner().invoke(app, ["build", "--device", "cpu", "-o", str(bundle)])
+    assert done.exit_code == 0, done.output
+    assert "the kernels of the CPU for cpu" in done.output
+    assert CliRunner().invoke(app, ["verify", str(bundle)]).exit_code == 0
+
+    bare = {"PATH": str(tmp_path), "CXX": "", "TCPORT_CACHE_DIR": str(tmp_path / "cache")}
+    out, _ = output(start(ATTEND, TCPORT_BUNDLE=str(bundle), **bare))
+    assert out.startswith("['cpp_attention', 'torch_attention']")
+
+    library = bundle / cpu_library.build().name
+    library.write_bytes(library.read_bytes()[:-1] + b"?")
+    out, err = output(start(ATTEND, TCPORT_BUNDLE=str(bundle), **bare))
+    assert out.startswith("['torch_attention']")
+    assert f"{library} is corrupt" in err
+    verified = CliRunner().invoke(app, ["verify", str(bundle)])
+    assert verified.exit_code == 1
+    assert f"{library} is corrupt" in verified.output
+
+
+def test_explain_says_why_there_are_no_kernels(tmp_path: Path) -> None:
+    bare = {"PATH": str(tmp_path), "CXX": "", "TCPORT_CACHE_DIR": str(tmp_path / "cache")}
+    out, _ = output(start(EXPLAIN, **bare))
+    assert "cpp_attention: No C++ compiler is on the PATH" in out
+    assert "torch_attention" in out
+
+
+def test_the_outlook_before_and_after_a_build(tmp_path: Path) -> None:
+    compiler = counting_compiler(tmp_path)
+    environment = {"CXX": str(compiler), "TCPORT_CACHE_DIR": str(tmp_path / "cache")}
+    say = "from tcport.kernels import cpu_library; print(cpu_library.outlook())"
+    before, _ = output(start(say, **environment))
+    assert before.strip() == f"will be built at first use by {compiler}"
+    output(start(LOAD, **environment))
+    after, _ = output(start(say, **environment))
+    assert after.startswith(f"built: {tmp_path / 'cache'}")
+    none, _ = output(start(say, PATH=str(tmp_path), CXX="", TCPORT_CACHE_DIR=str(tmp_path / "other")))
+    assert none.startswith("none: there is no C++ compiler")

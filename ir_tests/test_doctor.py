@@ -34,6 +34,7 @@ def test_a_sound_machine_passes_and_attention_was_really_run() -> None:
     code, found = findings()
     assert code == 0
     assert found["torch"]["state"] == "ok"
+    assert found["CPU kernels"]["state"] == "ok"
     assert "eager and compiled agree" in found["attention"]["detail"]
 
 
@@ -45,11 +46,14 @@ def test_every_problem_is_named_at_once(tmp_path: Path) -> None:
         PATH=str(tmp_path),
         TORCHINDUCTOR_CACHE_DIR=str(blocker / "inductor"),
         TRITON_CACHE_DIR=str(blocker / "triton"),
+        TCPORT_CACHE_DIR=str(tmp_path / "cache"),
         CXX="",
     )
     assert code == 1
     assert found["C++ compiler"]["state"] == "fault"
     assert "no C++ compiler" in found["C++ compiler"]["detail"]
+    assert found["CPU kernels"]["state"] == "note"
+    assert "attention runs as plain PyTorch" in found["CPU kernels"]["detail"]
     for name in ("Inductor cache", "Triton cache"):
         assert found[name]["state"] == "fault"
         assert f"{blocker} is a file" in found[name]["detail"]

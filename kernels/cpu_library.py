@@ -18,7 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,15 +67,21 @@ class CpuLibrary:
 
 
 def load() -> CpuLibrary:
-    """The kernels, built if need be. A failure is remembered: it is not tried again in this process.
+    """The kernels, built if need be. A failure is remembered: it is not tried again until libraries built ahead change.
 
     Raises:
         KernelBuildError: there is no compiler, it failed, or what it built cannot be loaded.
     """
-    result = _load_once()
+    result = _loaded or _load_once(_built_ahead(identity()))
     if isinstance(result, KernelBuildError):
         raise KernelBuildError(result.cause, result.remedy)
     return result
+
+
+def look_first(built_ahead: Callable[[str], Path | None]) -> None:
+    """Set who is asked, before the cache and the compiler, for the file of a library with a certain identity."""
+    global _built_ahead
+    _built_ahead = built_ahead
 
 
 def build(folder: Path | None = None) -> Path:
@@ -86,10 +93,8 @@ def build(folder: Path | None = None) -> Path:
     Raises:
         KernelBuildError: as :func:`load`.
     """
-    digest = _digest()
     compiler = _compiler()
-    root = (cache_folder("cpu") if folder is None else folder) / digest
-    built = root / _compiler_identity(compiler) / _NAME if compiler else next(iter(root.glob(f"*/{_NAME}")), None)
+    built = _place(compiler, folder)
     if built is not None and built.exists():
         return built
     if built is None or compiler is None:
@@ -110,6 +115,17 @@ def build(folder: Path | None = None) -> Path:
     return built
 
 
+def outlook() -> str:
+    """Which kernels the CPU has or will have, in words; nothing is built or loaded."""
+    ahead, compiler = _built_ahead(identity()), _compiler()
+    built = ahead or _place(compiler)
+    if built is not None and built.exists():
+        return f"built: {built}"
+    if compiler is None:
+        return "none: there is no C++ compiler, so attention runs as plain PyTorch"
+    return f"will be built at first use by {' '.join(compiler)}"
+
+
 def state() -> str:
     """What a compiled graph depends on: the library that will run, or why there is none."""
     try:
@@ -119,20 +135,42 @@ def state() -> str:
     return f"{library.digest} {library.isa}"
 
 
-@functools.lru_cache(maxsize=1)
-def _load_once() -> CpuLibrary | KernelBuildError:
+_loaded: CpuLibrary | None = None
+
+
+def _nothing_ahead(identity: str) -> Path | None:
+    return None
+
+
+_built_ahead: Callable[[str], Path | None] = _nothing_ahead
+
+
+@functools.lru_cache(maxsize=8)
+def _load_once(ahead: Path | None) -> CpuLibrary | KernelBuildError:
+    global _loaded
+    if ahead is not None and (error := _load_file(ahead)):
+        warnings.warn(str(error), stacklevel=2)
+        ahead = None
     try:
-        path = build()
-        torch.ops.load_library(str(path))
+        path = ahead or build()
     except KernelBuildError as error:
         return error
-    except (OSError, RuntimeError) as error:
-        return KernelBuildError(
-            f"The CPU kernels were built and cannot be loaded: {error}.", "Remove tcport's cache folder and try again."
-        )
+    if ahead is None and (error := _load_file(path)):
+        return error
     torch.library.register_fake("tcport_cpu::paged_attention", _fake_attention)
     torch.library.register_fake("tcport_cpu::kv_write", lambda *args: None)
-    return CpuLibrary(path, _digest())
+    _loaded = CpuLibrary(path, identity())
+    return _loaded
+
+
+def _load_file(path: Path) -> KernelBuildError | None:
+    try:
+        torch.ops.load_library(str(path))
+    except (OSError, RuntimeError) as error:
+        return KernelBuildError(
+            f"The CPU kernels in {path} cannot be loaded: {error}.", "Remove the file and try again."
+        )
+    return None
 
 
 def _fake_attention(query: Tensor, k_cache: Tensor, v_cache: Tensor, *args: object) -> tuple[Tensor, Tensor]:
@@ -164,8 +202,15 @@ def _compiler_identity(compiler: list[str]) -> str:
     return hashlib.sha256(f"{compiler} {version}".encode()).hexdigest()[:16]
 
 
+def _place(compiler: list[str] | None, folder: Path | None = None) -> Path | None:
+    """Where a compiler's library lies; without a compiler, any that was built before."""
+    root = (cache_folder("cpu") if folder is None else folder) / identity()
+    return root / _compiler_identity(compiler) / _NAME if compiler else next(iter(root.glob(f"*/{_NAME}")), None)
+
+
 @functools.lru_cache(maxsize=1)
-def _digest() -> str:
+def identity() -> str:
+    """Digest of the sources, the torch version, the machine's architecture and the flags."""
     parts = [torch.__version__, platform.machine(), platform.libc_ver()[0], _ABI, repr(_extra_flags())]
     parts += [repr(flags) for flags in (_ISA_FLAGS, _FLAGS, _KERNEL_FLAGS, _GCC_FLAGS)]
     digest = hashlib.sha256("\0".join(parts).encode())

@@ -114,6 +114,16 @@ def _compiler(name: str) -> Finding:
     return Finding(name, "ok", found)
 
 
+def _cpu_kernels(name: str) -> Finding:
+    from tcport import bundle  # noqa: F401  (a bundle may have the kernels)
+    from tcport.kernels import cpu_library
+
+    outlook = cpu_library.outlook()
+    if outlook.startswith("none"):
+        return Finding(name, "note", outlook, "Install g++, or load a bundle that has them (TCPORT_BUNDLE).")
+    return Finding(name, "ok", outlook)
+
+
 def _headers(name: str) -> Finding:
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     if not header.exists():
@@ -189,6 +199,7 @@ _CHECKS: tuple[tuple[str, Callable[[str], Finding]], ...] = (
     ("backend name", _entry_point),
     ("device", _devices),
     ("C++ compiler", _compiler),
+    ("CPU kernels", _cpu_kernels),
     ("Python headers", _headers),
     ("Inductor cache", _cache("TORCHINDUCTOR_CACHE_DIR", _inductor_default)),
     ("Triton cache", _cache("TRITON_CACHE_DIR", _triton_default)),

@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import platform
 import subprocess
 import sys
 import threading
@@ -17,9 +18,10 @@ from typing import IO, Any
 from tcport.bundle.facts import facts_of
 from tcport.bundle.manifest import ABI, Bundle, Entry, write_bundle
 from tcport.device.profile import DeviceProfile
-from tcport.errors import BundleError
+from tcport.errors import BundleError, KernelBuildError
 from tcport.fingerprint import triton_version
 from tcport.ir import AttentionSpec, TileConfig
+from tcport.kernels import cpu_library
 from tcport.kernels.triton_write import WRITE_TILE
 from tcport.lowering.spec import WriteSpec
 from tcport.lowering.targets import target_of
@@ -55,7 +57,8 @@ def build_bundle(
     target = compile_target(profile)
     if target is None:
         raise BundleError(
-            f"Triton has no offline compiler for {profile.vendor} {profile.arch}.", "Build for an NVIDIA or AMD GPU."
+            f"Triton has no offline compiler for {profile.vendor} {profile.arch}.",
+            "Build for an NVIDIA or AMD GPU, or for cpu.",
         )
     left_out: list[str] = []
     entries: list[Entry] = []
@@ -77,11 +80,39 @@ def build_bundle(
     if not entries:
         raise BundleError(f"Nothing compiled: {'; '.join(left_out)}.", "Look at the reasons above.")
     unique = tuple({json.dumps(dataclasses.asdict(entry), sort_keys=True): entry for entry in entries}.values())
-    bundle = Bundle(
-        Path(folder), ABI, target, kernel_sources(), triton_version(), profile.name or profile.arch or "", unique
-    )
+    try:
+        cpu = _take_cpu_library(binaries)
+    except KernelBuildError as error:
+        cpu = None
+        left_out.append(f"kernels of the CPU: {error}")
+    name = profile.name or profile.arch or ""
+    bundle = Bundle(Path(folder), ABI, target, kernel_sources(), triton_version(), name, unique, cpu)
     write_bundle(bundle, binaries)
     return bundle, left_out
+
+
+def build_cpu_bundle(folder: str | Path) -> Bundle:
+    """Write a bundle of the CPU's kernels alone, for machines of this architecture and torch version.
+
+    Raises:
+        KernelBuildError: there is no C++ compiler, or it failed.
+    """
+    binaries: dict[str, bytes] = {}
+    cpu = _take_cpu_library(binaries)
+    target = ("cpu", platform.machine(), 0)
+    bundle = Bundle(Path(folder), ABI, target, kernel_sources(), triton_version(), "cpu", (), cpu)
+    write_bundle(bundle, binaries)
+    return bundle
+
+
+def _take_cpu_library(binaries: dict[str, bytes]) -> dict[str, str]:
+    path = cpu_library.build()
+    data = binaries[path.name] = path.read_bytes()
+    return {
+        "file": path.name,
+        "sha256": hashlib.sha256(data).hexdigest(),
+        "identity": cpu_library.identity(),
+    }
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,10 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
-from tcport.bundle.manifest import read_bundle
+from tcport.bundle.manifest import Bundle, read_bundle
 from tcport.device import device_profile, load_profile
 from tcport.errors import ArgumentError, TcportError
 from tcport.ir import AttentionSpec
+from tcport.kernels import cpu_library
 from tcport.tiling.footprint import compile_target, kernel_sources
 from tcport.tiling.plan import plain_spec
 
@@ -26,24 +27,34 @@ _DEFAULTS: dict[str, Any] = {
 
 @app.command()
 def build(
-    device: Annotated[str, typer.Option(help="Catalogue name or profile file of the device to build for.")],
-    spec: Annotated[Path, typer.Option(help="JSON: a list of tables such as {'num_q_heads': 32, 'tokens': 512}.")],
+    device: Annotated[str, typer.Option(help="Catalogue name or profile file of the GPU to build for, or cpu.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder to write.")],
+    spec: Annotated[
+        Path | None, typer.Option(help="JSON: a list of tables such as {'num_q_heads': 32, 'tokens': 512}.")
+    ] = None,
     tiles: Annotated[int, typer.Option(help="Best tiles to keep of each spec.")] = 2,
     index_dtype: Annotated[str, typer.Option(help="dtype of block tables and lengths: int32 or int64.")] = "int32",
 ) -> None:
-    """Compile the attention kernels of some specs, and the writes that fill their caches."""
-    from tcport.bundle.build import build_bundle  # it imports Triton, which the other commands do without
+    """Compile a GPU's attention kernels for some specs, the writes that fill their caches, and the CPU's kernels."""
+    from tcport.bundle.build import build_bundle, build_cpu_bundle  # they import Triton; other commands do without
 
+    left_out: list[str] = []
     try:
-        specs = read_specs(spec)
-        bundle, left_out = build_bundle(specs, load_profile(device), output, tiles=tiles, index_dtype=index_dtype)
+        if device == "cpu":
+            bundle = build_cpu_bundle(output)
+        elif spec is None:
+            raise ArgumentError(
+                f"--device {device} is given without --spec.", "Say which calls to compile kernels for."
+            )
+        else:
+            profile = load_profile(device)
+            bundle, left_out = build_bundle(read_specs(spec), profile, output, tiles=tiles, index_dtype=index_dtype)
     except TcportError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from error
     for sentence in left_out:
         typer.echo(f"left out: {sentence}")
-    typer.echo(f"{output}: {len(bundle.entries)} kernels for {bundle.target[0]} {bundle.target[1]}")
+    typer.echo(f"{output}: {_contents(bundle)} for {bundle.target[0]} {bundle.target[1]}")
 
 
 @app.command()
@@ -63,6 +74,8 @@ def inspect(folder: Path) -> None:
     )
     for line in lines:
         typer.echo(f"  {line}")
+    if bundle.cpu:
+        typer.echo(f"  kernels of the CPU: {bundle.cpu['file']}, identity {bundle.cpu['identity']}")
 
 
 @app.command()
@@ -78,12 +91,14 @@ def verify(
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from error
     faults = bundle.faults()
-    refusal = bundle.refusal(profile, compile_target(profile), kernel_sources())
+    refusal = bundle.refusal(profile, compile_target(profile), kernel_sources()) if bundle.entries else None
+    if bundle.target[0] == "cpu" and bundle.cpu and bundle.cpu["identity"] != cpu_library.identity():
+        refusal = f"{folder} was built from other sources, or for another torch or processor, than are here"
     for fault in [*faults, *([refusal] if refusal else [])]:
         typer.echo(fault)
     if faults or refusal:
         raise typer.Exit(1)
-    typer.echo(f"{folder}: {len(bundle.entries)} kernels, whole, made for {bundle.target[0]} {bundle.target[1]}")
+    typer.echo(f"{folder}: {_contents(bundle)}, whole, made for {bundle.target[0]} {bundle.target[1]}")
 
 
 def read_specs(path: Path) -> list[AttentionSpec]:
@@ -108,6 +123,11 @@ def read_specs(path: Path) -> list[AttentionSpec]:
         values.setdefault("kv_dtype", values["dtype"])
         specs.append(plain_spec(**values))
     return specs
+
+
+def _contents(bundle: Bundle) -> str:
+    kernels = [f"{len(bundle.entries)} kernels"] if bundle.entries else []
+    return " and ".join([*kernels, *(["the kernels of the CPU"] if bundle.cpu else [])])
 
 
 def _facts(facts: Any) -> str:

@@ -60,6 +60,7 @@ class Bundle:
         target: Triton's backend (``"cuda"``, ``"hip"``), architecture and warp width.
         sources: digest of the kernel sources it was compiled from.
         compiler: Triton's version. device: name of the device it was planned for.
+        cpu: file and sha256 of the CPU's kernels, and the identity that the installed ones must have too.
     """
 
     folder: Path
@@ -69,6 +70,7 @@ class Bundle:
     compiler: str
     device: str
     entries: tuple[Entry, ...]
+    cpu: Mapping[str, str] | None = None
 
     def refusal(self, profile: DeviceProfile, target: tuple[str, int | str, int] | None, sources: str) -> str | None:
         """Why nothing of this bundle may run on a device; None when it may.
@@ -87,7 +89,8 @@ class Bundle:
 
     def digest(self) -> str:
         """Identity of what the bundle holds."""
-        return hashlib.sha256("".join(entry.sha256 for entry in self.entries).encode()).hexdigest()
+        parts = [entry.sha256 for entry in self.entries] + ([self.cpu["sha256"]] if self.cpu else [])
+        return hashlib.sha256("".join(parts).encode()).hexdigest()
 
     def binary(self, entry: Entry) -> bytes:
         """The compiled code of an entry.
@@ -95,16 +98,19 @@ class Bundle:
         Raises:
             BundleError: the file is not there, or not what was built.
         """
-        path = self.folder / entry.file
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise BundleError(f"{path} cannot be read: {error.strerror}.", "Build the bundle again.") from error
-        if hashlib.sha256(data).hexdigest() != entry.sha256:
-            raise BundleError(
-                f"{path} is corrupt: its sha256 is not the manifest's.", "Copy or build the bundle again."
-            )
-        return data
+        return _checked(self.folder / entry.file, entry.sha256)
+
+    def cpu_library(self, identity: str) -> Path | None:
+        """The file of the CPU's kernels, if the bundle has those of this identity.
+
+        Raises:
+            BundleError: the file is not there, or not what was built.
+        """
+        if self.cpu is None or self.cpu["identity"] != identity:
+            return None
+        path = self.folder / self.cpu["file"]
+        _checked(path, self.cpu["sha256"])
+        return path
 
     def faults(self) -> list[str]:
         """What is wrong with the files, one sentence each."""
@@ -114,6 +120,10 @@ class Bundle:
                 self.binary(entry)
             except BundleError as error:
                 found.append(error.cause)
+        try:
+            self.cpu_library(self.cpu["identity"] if self.cpu else "")
+        except BundleError as error:
+            found.append(error.cause)
         return found
 
 
@@ -127,6 +137,7 @@ def read_bundle(folder: str | Path) -> Bundle:
     try:
         data = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         entries = tuple(_entry(entry) for entry in data.pop("entries"))
+        _inside(*([data["cpu"]["file"]] if data.get("cpu") else []))
         backend, arch, width = data.pop("target")
         return Bundle(folder=folder, target=(backend, arch, width), entries=entries, **data)
     except OSError as error:
@@ -149,7 +160,22 @@ def write_bundle(bundle: Bundle, binaries: Mapping[str, bytes]) -> None:
     temporary.replace(bundle.folder / MANIFEST)
 
 
+def _checked(path: Path, sha256: str) -> bytes:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise BundleError(f"{path} cannot be read: {error.strerror}.", "Build the bundle again.") from error
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise BundleError(f"{path} is corrupt: its sha256 is not the manifest's.", "Copy or build the bundle again.")
+    return data
+
+
 def _entry(data: dict[str, Any]) -> Entry:
-    if Path(data["file"]).name != data["file"]:
-        raise ValueError(f"file {data['file']!r} lies outside the bundle")
+    _inside(data["file"])
     return Entry(**{**data, "aligned": tuple(data["aligned"])})
+
+
+def _inside(*files: str) -> None:
+    for file in files:
+        if Path(file).name != file:
+            raise ValueError(f"file {file!r} lies outside the bundle")

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from tcport.bundle.manifest import Bundle, read_bundle
 from tcport.errors import BundleError
+from tcport.kernels import cpu_library as cpu_kernels
+from tcport.logs import logger
 from tcport.lowering.registry import touch
 
 ENVIRONMENT_VARIABLE = "TCPORT_BUNDLE"
@@ -33,6 +35,19 @@ def bundles() -> tuple[tuple[Bundle, ...], tuple[str, ...]]:
     return (*_asked, *named), faults
 
 
+def cpu_library(identity: str) -> Path | None:
+    """The CPU's kernels of this identity out of a bundle, if one has them whole."""
+    for bundle in bundles()[0]:
+        try:
+            found = bundle.cpu_library(identity)
+        except BundleError as error:
+            logger("chain").warning("%s", error)
+            continue
+        if found is not None:
+            return found
+    return None
+
+
 @functools.lru_cache(maxsize=8)
 def _named(folders: str) -> tuple[tuple[Bundle, ...], tuple[str, ...]]:
     found: list[Bundle] = []
@@ -43,3 +58,6 @@ def _named(folders: str) -> tuple[tuple[Bundle, ...], tuple[str, ...]]:
         except BundleError as error:
             faults.append(error.cause)
     return tuple(found), tuple(faults)
+
+
+cpu_kernels.look_first(cpu_library)
