@@ -57,6 +57,13 @@ def _compiled(function: Callable[..., T], equal_sizes_may_part: bool) -> Callabl
     return call
 
 
+def on_gpu(path: Path) -> Path:
+    """The same way, on a GPU, for arguments on the CPU."""
+    return dataclasses.replace(
+        path, name=f"{path.name} on a GPU", attention=_on_gpu(path.attention), write=_on_gpu(path.write)
+    )
+
+
 def _on_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
     """The same on a GPU, for arguments on the CPU: results come back, and so does what was written to an argument."""
 
@@ -94,9 +101,4 @@ PATHS = (
 COMPILED = Path("compiled", _compiled(_attention, True), _compiled(tcport.kv_write, False), compiles=True)
 """``torch.compile(backend="tcport")``: whatever the chain chooses for the device, lowered by Inductor."""
 
-GPU_PATHS = tuple(
-    dataclasses.replace(
-        path, name=f"{path.name} on a GPU", attention=_on_gpu(path.attention), write=_on_gpu(path.write)
-    )
-    for path in (*PATHS, COMPILED)
-)
+GPU_PATHS = tuple(on_gpu(path) for path in (*PATHS, COMPILED))

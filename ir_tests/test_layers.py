@@ -32,6 +32,7 @@ LAYERS = {
     "tcport.effects": 1,
     "tcport.functional_write": 1,
     "tcport.fused_ops": 1,
+    "tcport.sequential_op": 1,
     "tcport.pass_manager": 1,
     "tcport.pass_checks": 1,
     "tcport.pass_dump": 1,

@@ -19,15 +19,17 @@ BLOCK_NUMBERS = 1 << 25
 def paged_attention(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """Attention of packed query tokens over a paged cache, uncompiled; results as the decomposition's.
 
-    On a CPU the lengths are read, and each sequence costs what it holds. Elsewhere reading them would wait for the
-    device (and break graph capture), so every token pays for the width of the block table.
+    On a CPU, and for a batch-invariant call, the lengths are read, and each sequence is computed alone and costs what
+    it holds. Elsewhere reading them would wait for the device (and break graph capture), so every token pays for the
+    width of the block table.
     """
     num_tokens, num_q_heads, _ = call.query.shape
     out = call.query.new_zeros(num_tokens, num_q_heads, call.v_cache.shape[3])
     lse = call.query.new_full((num_tokens, num_q_heads), -torch.inf, dtype=torch.float32)
     if call.sinks is not None:
         lse = call.sinks.float().expand(num_tokens, -1).clone()
-    for tokens, rows in _sequence_blocks(call) if call.query.device.type == "cpu" else _token_blocks(call):
+    alone = call.query.device.type == "cpu" or call.batch_invariant
+    for tokens, rows in _sequence_blocks(call) if alone else _token_blocks(call):
         mask = None if call.mask is None else call.mask[tokens]
         block = dataclasses.replace(call, query=call.query[tokens], mask=mask, return_lse=True)
         contract = contraction.SEQUENCE if rows.table.shape[0] == 1 else contraction.ROWS
@@ -46,7 +48,7 @@ def _sequence_blocks(call: AttentionCall) -> Iterator[tuple[slice, Rows]]:
         for first in range(start, end, step) if length > 0 else ():
             last = min(first + step, end)
             keys = min(length, length - end + last) if call.causal else length
-            position = torch.arange(length - end + first, length - end + last)
+            position = torch.arange(length - end + first, length - end + last, device=call.query.device)
             table = call.block_table[b : b + 1, : -(-max(keys, 0) // page_size)]
             yield slice(first, last), Rows(table, call.seq_lens[b : b + 1], position)
 

@@ -15,6 +15,7 @@ from tcport.lowering.candidate import Candidate, Tier, Verdict
 from tcport.lowering.launch_options import with_options
 from tcport.lowering.registry import Answer, LowerFn, register_lowering
 from tcport.lowering.targets import ANY_GPU, TARGETS, Options, Target, refusal
+from tcport.sequential_op import attend_in_turn
 from tcport.tiling import rank_tiles
 
 _TUNED_TILES = 3
@@ -25,8 +26,12 @@ Kernel = Callable[[AttentionCall, TileConfig, Launcher], tuple[Tensor, Tensor]]
 
 @register_lowering("paged_attention", name="torch_attention")
 def torch_attention(spec: AttentionSpec, profile: DeviceProfile) -> Answer:
-    """Plain PyTorch operations, compiled by Inductor where the graph is compiled."""
-    return Candidate("torch_attention", "torch", _run_torch)
+    """Plain PyTorch operations, compiled by Inductor where the graph is compiled.
+
+    Not compiled where the call is batch-invariant: how Inductor splits a sum depends on the sizes of the whole batch.
+    """
+    why = "sequence by sequence, uncompiled: compiled sums depend on the batch" if spec.batch_invariant else ""
+    return Candidate("torch_attention", "torch", _run_torch, why=why)
 
 
 def _register(name: str, takes: Callable[[AttentionSpec], Verdict]) -> None:
@@ -92,6 +97,8 @@ def _run_torch(call: AttentionCall, launch: Launcher) -> tuple[Tensor, Tensor]:
 
     # Traced, it becomes one fused loop; run operation by operation, it has to bound what it materialises.
     traced = launch is torch.library.wrap_triton
+    if traced and call.batch_invariant:
+        return attend_in_turn(call)
     return (decomposition if traced else blocked).paged_attention(call)
 
 
