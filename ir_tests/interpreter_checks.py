@@ -11,11 +11,15 @@ import functools
 import warnings
 from collections.abc import Callable
 
+import hypothesis
 import torch
+from hypothesis import strategies as st
 from paged_cases import FP8, Case, assert_same_caches, build, check, merge_problem, write_problem
 from subprocess_results import report
 
 from tcport.ir import TileConfig
+from tcport.kernels.call import AttentionCall
+from tcport.testing import PagedBatch, paged_batches
 
 DECODE = Case((37, 0, 65, 1))
 VARLEN = Case((37, 0, 65, 9), q_lens=(5, 1, 40, 0), uncovered=(2, 3))
@@ -69,6 +73,26 @@ def attention(case: Case, config: TileConfig, tolerance: float) -> None:
     check(call, *entry(call, config, lambda kernel: kernel), tolerance)
 
 
+@hypothesis.settings(max_examples=40, database=None, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
+@hypothesis.given(
+    batch=paged_batches(
+        query_dtypes=(torch.float32, torch.float16),
+        quantised_dtypes=(torch.int8, *FP8),
+        dims=(8, 24, 64, 80),
+        max_sequences=3,
+        max_length=40,
+    ),
+    num_splits=st.integers(1, 3),
+)
+def any_batch(batch: PagedBatch, num_splits: int) -> None:
+    from tcport.kernels.triton_decode import paged_decode
+    from tcport.kernels.triton_prefill import paged_prefill
+
+    call = AttentionCall.of(**batch.arguments, return_lse=True)
+    entry, tile = (paged_decode, NARROW) if call.cu_seqlens_q is None else (paged_prefill, WIDE)
+    batch.check(*entry(call, dataclasses.replace(tile, num_splits=num_splits), lambda kernel: kernel))
+
+
 def write(kv_dtype: torch.dtype, scales: str, layout: str, dtype: torch.dtype = torch.float32) -> None:
     """Compare the whole cache, byte for byte."""
     from tcport.kernels.triton_write import kv_write
@@ -92,6 +116,7 @@ def checks() -> dict[str, Callable[[], None]]:
     table: dict[str, Callable[[], None]] = {
         name: functools.partial(attention, *row) for name, row in attention_cases().items()
     }
+    table["any batch"] = any_batch
     for dtype in (torch.float64, torch.float32, torch.float16, torch.int8, *FP8):
         scales = "none" if dtype.itemsize > 1 else "token"
         table[f"write {dtype}"] = functools.partial(write, dtype, scales, "interleaved")

@@ -171,6 +171,35 @@ class TestA4OffsetsPast32Bits:
         rows = torch.arange(100, dtype=torch.int32)[None].expand(2, 100)
         assert_close(far[0], reference.paged_attention(query, small, small, rows, lens)[0])
 
+    @pytest.mark.parametrize("q_lens", [None, (1, 2)], ids=["decode", "varlen"])
+    def test_far_queries_equal_near_queries(self, path: Path, q_lens: tuple[int, ...] | None) -> None:
+        """Query tokens so far apart that the last is beyond 2**31 elements."""
+        lens = (3, 40, 7) if q_lens is None else (3, 40)
+        batch = build_batch(Recipe(lens=lens, q_lens=q_lens, dims=(64, 32), query_dtype=torch.float16))
+        query = batch.arguments["query"]
+        far = torch.empty(2**31 + 2**20, dtype=query.dtype).as_strided(query.shape, (2**30 + 64, *query.stride()[1:]))
+        assert far.stride(0) * (len(query) - 1) > 2**31
+        far.copy_(query)
+        near_out, near_lse = path.attention(**batch.arguments)
+        far_out, far_lse = path.attention(**{**batch.arguments, "query": far})
+        batch.check(near_out, near_lse)
+        assert torch.equal(near_out, far_out)
+        assert torch.equal(near_lse, far_lse)
+
+    def test_far_scales_equal_near_scales(self, path: Path) -> None:
+        batch = build_batch(Recipe(lens=(40,), page=64, kv_dtype=torch.int8, kv_scales="token"))
+        arguments = dict(batch.arguments)
+        scale = arguments["k_scale"]
+        pages = scale.shape[0]
+        stride = 2**31 // (pages - 1) + 64
+        far = torch.empty(stride * pages).as_strided(scale.shape, (stride, *scale.stride()[1:]))
+        far.copy_(scale)
+        near_out, near_lse = path.attention(**arguments)
+        far_out, far_lse = path.attention(**{**arguments, "k_scale": far})
+        batch.check(near_out, near_lse)
+        assert torch.equal(near_out, far_out)
+        assert torch.equal(near_lse, far_lse)
+
 
 class TestA5HeadDims:
     @pytest.mark.parametrize("form", ["decode", "varlen"])

@@ -42,6 +42,21 @@ def test_pages_beyond_32_bit_offsets(kv_dtype: torch.dtype) -> None:
         assert torch.equal(far[0], near[0])
 
 
+def test_results_beyond_32_bit_offsets() -> None:
+    """131,074 tokens of 64 heads and 256 dims: more than 2^31 results, and more tokens than a second grid axis has."""
+    tokens, heads, dim = 131_074, 64, 256
+    assert tokens * heads * dim > 2**31
+    query = torch.randn(1, heads, dim, device="cuda", dtype=BF16).expand(tokens, -1, -1)
+    k, v = (torch.randn(1, 16, 1, dim, device="cuda", dtype=BF16) for _ in "kv")
+    table = torch.zeros(tokens, 1, dtype=torch.int32, device="cuda")
+    lens = torch.ones(tokens, dtype=torch.int32, device="cuda")
+    for cu in (None, torch.arange(tokens + 1, dtype=torch.int32, device="cuda")):
+        out, _ = attend(AttentionCall.of(query, k, v, table, lens, cu), TileConfig(64, 32, 4, 2))
+        assert torch.equal(out.flatten(0, 1).amax(0), v[0, 0, 0])  # one key: its value is every result
+        assert torch.equal(out.flatten(0, 1).amin(0), v[0, 0, 0])
+        del out
+
+
 def _pages(cache: torch.Tensor, ids: list[int]) -> torch.Tensor:
     return torch.stack([cache[i].view(torch.uint8).cpu() for i in ids]).view(cache.dtype)
 
