@@ -56,7 +56,7 @@ def decode(dtype: torch.dtype) -> None:
             runs["gather + SDPA"] = nbytes, lambda a=(query, k, v, table): gathered(*a)
             runs["FlexAttention, compiled"] = nbytes, flex_decode(*arguments)
             dense = [c[table].flatten(1, 2).transpose(1, 2).contiguous() for c in (k, v)]
-            runs["SDPA, dense KV"] = nbytes, lambda q=query, kv=dense: sdpa(q[:, :, None], *kv)
+            runs["SDPA, dense KV"] = nbytes, lambda q=query, kv=dense: sdpa(q[:, :, None], kv[0], kv[1])
     memory = torch.ones(128 << 20, dtype=torch.uint8)
     runs |= {name: (memory.nbytes, read) for name, read in reads(memory).items()}
     times = medians({name: run for name, (_, run) in runs.items()})
