@@ -14,6 +14,7 @@ from tcport.adapter import adapt
 from tcport.attempt import run_stage
 from tcport.attention_only import attention_only
 from tcport.compilation import compile_graph
+from tcport.device.live import watch_if_wanted
 from tcport.errors import OptionError, TcportError
 from tcport.invalid import first_invalid_call, postpone
 from tcport.options import Options, parse_options
@@ -59,6 +60,8 @@ def compile_adapted(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], opt
     invalid = first_invalid_call(gm)
     if invalid is not None:
         raise invalid
+    for device_type in {x.device.type for x in example_inputs if isinstance(x, torch.Tensor)}:
+        watch_if_wanted(device_type)
     report = GraphReport()
     run_stage(gm.graph, "dynamo", options, report)
     gm.recompile()

@@ -2,6 +2,7 @@
 
 from tcport.device.catalog import catalogue, catalogue_profile
 from tcport.device.current import device_profile, load_profile, override_profile, refresh, set_profile
+from tcport.device.live import watch
 from tcport.device.profile import FACTS, DeviceProfile, Vendor
 
 __all__ = [
@@ -15,4 +16,5 @@ __all__ = [
     "override_profile",
     "refresh",
     "set_profile",
+    "watch",
 ]

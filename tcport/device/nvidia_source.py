@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tcport.device.facts import Report, SourceError, sift
@@ -47,6 +48,17 @@ def read(ordinal: int, driver: Any = None, nvml: Any = None) -> list[Report]:
         unknown = {**report.unknown, "memory_bandwidth": "a MIG slice's share of the bus is not reported"}
         report = Report(report.source, facts, unknown, report.flags)
     return [report, telemetry]
+
+
+def power_limit(device_uuid: str | None, nvml: Any = None) -> float | None:
+    """Watts that the device with this UUID may draw now; None where NVML does not say."""
+    try:
+        nvml = nvml or _import("pynvml", "nvidia-ml-py")
+        with _session(nvml, device_uuid) as (handle, _):
+            milliwatts = _attempt(nvml, lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle))
+    except SourceError:
+        return None
+    return milliwatts / 1e3 if milliwatts else None
 
 
 def _from_driver(ordinal: int, driver: Any) -> Report:
@@ -92,6 +104,17 @@ def _from_driver(ordinal: int, driver: Any) -> Report:
 
 def _from_nvml(device_uuid: str | None, nvml: Any) -> Report:
     """Driver version and clock of the device with this UUID; NVML counts all devices, so an index would lie."""
+    with _session(nvml, device_uuid) as (handle, is_slice):
+        values = {
+            "driver_version": _text(_attempt(nvml, nvml.nvmlSystemGetDriverVersion)),
+            "clock_hz": _hertz(_attempt(nvml, lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM))),
+        }
+        return sift("NVML", values, flags={"mig": is_slice})
+
+
+@contextlib.contextmanager
+def _session(nvml: Any, device_uuid: str | None) -> Iterator[tuple[Any, bool]]:
+    """NVML's handle of a device, and whether the device is a MIG slice of it."""
     if device_uuid is None:
         raise SourceError("the visible device has no UUID to find it by")
     try:
@@ -99,12 +122,7 @@ def _from_nvml(device_uuid: str | None, nvml: Any) -> Report:
     except nvml.NVMLError as error:
         raise SourceError(str(error)) from error
     try:
-        handle, is_slice = _handle(nvml, device_uuid)
-        values = {
-            "driver_version": _text(_attempt(nvml, nvml.nvmlSystemGetDriverVersion)),
-            "clock_hz": _hertz(_attempt(nvml, lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM))),
-        }
-        return sift("NVML", values, flags={"mig": is_slice})
+        yield _handle(nvml, device_uuid)
     finally:
         nvml.nvmlShutdown()
 
