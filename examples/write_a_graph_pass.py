@@ -14,7 +14,7 @@ from tcport.testing import assert_equivalent, assert_graph, capture, run_pass
 aten = torch.ops.aten
 
 
-@tcport.register_pass(name="fuse_silu", before=("select_tiles",))
+@tcport.register_pass(name="fuse_silu", before=("fuse_silu_mul",))
 def fuse_silu(graph: torch.fx.Graph, ctx: tcport.PassContext) -> int:
     """Rules: a product of a tensor and its own sigmoid; where the sigmoid has other users, it stays for them."""
     matches = 0

@@ -64,7 +64,9 @@ def test_operands_are_commuted_at_every_depth() -> None:
     def two_products(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
         return a * b + a * c
 
-    pattern = Pattern(two_products, lambda a, b, c: torch.hypot(a, b + c), **dict.fromkeys("abc", tensor("... d")))
+    pattern = Pattern(
+        two_products, lambda a, b, c: torch.hypot(a, b + c), a=tensor("d"), b=tensor("... d"), c=tensor("... d")
+    )
     for fn in (
         lambda p, q, r: p * q + p * r,
         lambda p, q, r: q * p + p * r,
@@ -244,6 +246,12 @@ def test_patterns_that_are_none() -> None:
         matches(fewer, lambda x: x.neg().exp(), X)
 
 
+def test_a_pattern_that_cannot_be_traced_says_so() -> None:
+    pattern = Pattern(lambda x, y: x @ y, as_hypot_of, x=tensor("a b"), y=tensor("c d"))
+    with pytest.raises(PatternError, match=r"cannot be traced on x\[6, 10\], y\[14, 18\]: RuntimeError"):
+        matches(pattern, lambda x, y: x @ y, X, Y.t())
+
+
 def test_the_dump_is_python() -> None:
     text = GATED.python(torch.bfloat16)
     ast.parse(text)
@@ -262,5 +270,5 @@ def test_in_a_compile() -> None:
     def model(x: Tensor, y: Tensor) -> Tensor:
         return silu(silu(x) * y) * x
 
-    with tcport.registered_pass(fuse, name="fuse", before=("select_tiles",)):
+    with tcport.registered_pass(fuse, name="fuse", before=("fuse_silu_mul",)):
         assert_equivalent(model, X, Y, matches={"fuse": 2})

@@ -1,3 +1,9 @@
 """Graph passes of tcport: one pass, one file."""
 
-from tcport.passes import merge_kv_write, select_tiles, write_in_place  # noqa: F401  (importing them registers the passes)
+from tcport.passes import (  # noqa: F401  (importing them registers the passes)
+    fuse_add_rms_norm,
+    fuse_silu_mul,
+    merge_kv_write,
+    select_tiles,
+    write_in_place,
+)

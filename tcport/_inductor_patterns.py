@@ -51,13 +51,15 @@ _WITH_NUMBER = {
 }
 """Operations that differ from another in taking a plain number alone."""
 
+_OTHER = "another operation"
 _TRIES = 4096
 """Orders of operands tried at one node; patterns of a dozen commutative operations stay far below."""
 
 
 def search(outputs: Sequence[PatternExpr], node: torch.fx.Node) -> Match | str:
-    """The first match at a node over all orders of operands, or what the last attempt met."""
+    """The first match at a node over all orders of operands, or why there is none."""
     script: list[int] = []
+    reason = _OTHER
     for _ in range(_TRIES):
         attempt = _Search(outputs, node.graph, script)
         try:
@@ -66,11 +68,12 @@ def search(outputs: Sequence[PatternExpr], node: torch.fx.Node) -> Match | str:
             match = error
         if match:
             return match  # type: ignore[return-value]
+        reason = str(match) if reason == _OTHER else reason  # of all orders, one that came further tells more
         script = list(attempt.taken)
         while script and script[-1] == 1:
             script.pop()
         if not script:
-            return str(match)
+            return reason
         script[-1] = 1
     return f"more than {_TRIES} orders of operands"
 
@@ -104,7 +107,10 @@ def trace(
         return function(*filled)
 
     with torch.no_grad():
-        gm = make_fx(run, decomposition_table=select_decomp_table())(*(arguments[i] for i in holes))
+        # New tensors, as one that is given twice would be traced as one.
+        tensors = [arguments[i].new_empty_strided(arguments[i].shape, arguments[i].stride()) for i in holes]
+        gm = make_fx(run, decomposition_table=select_decomp_table())(*tensors)
+    _functionalise(gm.graph)
     for node in list(gm.graph.nodes):
         if node.op == "call_function" and (same := innermost(node)) is not node:
             node.replace_all_uses_with(same)
@@ -115,6 +121,22 @@ def trace(
     gm.graph.eliminate_dead_code()
     gm.recompile()
     return gm
+
+
+def _functionalise(graph: torch.fx.Graph) -> None:
+    """Make ``add`` of ``add_``: decompositions update their own intermediate values, which a functional graph does not.
+
+    ``torch.func.functionalize`` does nothing within a compile, where patterns are traced.
+    """
+    later: dict[torch.fx.Node, torch.fx.Node] = {}
+    for node in graph.nodes:
+        if node.op in ("call_function", "output"):
+            node.args, node.kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: later.get(n, n))
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.name.startswith("aten::") and schema.name.endswith("_"):
+            packet = getattr(aten, schema.name.removeprefix("aten::")[:-1])
+            node.target = getattr(packet, schema.overload_name or "default")
+            later[node.args[0]] = node
 
 
 def _size_or_node(node: torch.fx.Node) -> Any:
@@ -224,7 +246,7 @@ class _Call(CallFunction):
     def _match(self, node: Any, ctx: MatchContext) -> Any:
         assert isinstance(ctx, _Search)
         if not isinstance(node, torch.fx.Node) or _WITH_NUMBER.get(node.target, node.target) is not self.fns[0]:
-            return FailedMatch("another operation")
+            return FailedMatch(_OTHER)
         ours, theirs = _arguments(self.fns[0], self.args, self.kwargs), _arguments(node.target, node.args, node.kwargs)
         if self.fns[0] in _COMMUTATIVE and ours["self"] is not ours["other"] and ctx.flips():
             theirs["self"], theirs["other"] = theirs["other"], theirs["self"]

@@ -70,7 +70,16 @@ def _shape(pattern: Pattern, spelling: Callable[..., Any], dtype: torch.dtype) -
     sizes: dict[str, int] = {}
     with fresh_fake_mode():
         arguments = [numbers.get(n) or _example(pattern.wildcards[n], dtype, sizes) for n in names]
-        graph = trace(spelling, arguments)
+        try:
+            graph = trace(spelling, arguments)
+        except Exception as error:
+            given = ", ".join(
+                f"{n}{list(a.shape)}" for n, a in zip(names, arguments, strict=True) if isinstance(a, torch.Tensor)
+            )
+            raise PatternError(
+                f"The pattern {spelling.__name__} cannot be traced on {given}: {type(error).__name__}: {error}.",
+                "Give dimensions that are one size one name, and let the function depend on no values.",
+            ) from error
     ignored = (int, list, torch.device)
     return _Shape(spelling, expressions(graph, names, pattern.wildcards, ignored, numbers, spelling.__name__))
 
@@ -84,7 +93,7 @@ def _example(wildcard: Wildcard, dtype: torch.dtype, sizes: dict[str, int]) -> t
 
 def _find(pattern: Pattern, shapes: Sequence[_Shape], node: torch.fx.Node) -> Found | str | None:
     """A match at a node; the reason why it is none where it looks like one; None where it does not."""
-    reason = None
+    reasons = []
     for shape in shapes:
         rough = search(shape.outputs, node)
         if isinstance(rough, str):
@@ -92,8 +101,8 @@ def _find(pattern: Pattern, shapes: Sequence[_Shape], node: torch.fx.Node) -> Fo
         found = _checked(pattern, shape, dict(rough.kwargs), node)
         if isinstance(found, Found):
             return found
-        reason = reason or found
-    return reason
+        reasons.append(f"{shape.function.__name__}: {found}" if len(pattern.spellings) > 1 else found)
+    return "; ".join(dict.fromkeys(reasons)) or None
 
 
 def _checked(pattern: Pattern, shape: _Shape, bound: dict[str, Any], root: torch.fx.Node) -> Found | str:

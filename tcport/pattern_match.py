@@ -41,12 +41,22 @@ def misfit(pattern: Pattern, bindings: Bindings) -> str | None:
         named = [dim for dim in wildcard.dims if dim != "..."]
         if value.dim() < len(named) or (value.dim() > len(named) and "..." not in wildcard.dims):
             return f"{name} has {value.dim()} dimensions, not {' '.join(wildcard.dims)!r}"
-        for dim, size in zip(reversed(named), reversed(value.shape)):  # noqa: B905 - "..." takes the rest
-            if not statically_known_true(sizes.setdefault(dim, size) == size):
+        rest = value.dim() - len(named)
+        shape = dict(zip(named, value.shape[rest:], strict=True))
+        if "..." in wildcard.dims:
+            shape["..."] = list(value.shape[:rest])
+        for dim, size in shape.items():
+            if not _is_same(sizes.setdefault(dim, size), size):
                 return f"{name} has {dim}={size}, another wildcard {sizes[dim]}"
     if len(shared) > 1:
         return " but ".join(f"{name} is {_dtype(dtype)}" for dtype, name in shared.items())
     return None
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(_is_same, a, b))
+    return bool(statically_known_true(a == b))
 
 
 def used_elsewhere(found: Found) -> str | None:
