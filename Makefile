@@ -3,6 +3,7 @@
 #   make demo          set up, then run examples/generate.py on the GPU, or on the CPU where there is none
 #   make test          set up, then run every test that needs no GPU
 #   make gpu-test      set up, then run the tests that need a CUDA GPU
+#   make sanitize      set up, then test the CPU's C++ kernels under address and undefined-behaviour sanitizers
 #   make lint          set up, then ruff and pyright
 #   make setup         the environment alone
 #
@@ -13,7 +14,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
 
-.PHONY: setup demo test gpu-test lint clean
+.PHONY: setup demo test gpu-test sanitize lint clean
 
 setup: $(VENV)/ready
 
@@ -29,6 +30,9 @@ test: setup
 
 gpu-test: setup
 	$(PY) -m pytest -m gpu $(ARGS)
+
+sanitize: setup
+	$(PY) .ci/sanitize.py $(ARGS)
 
 lint: setup
 	$(PY) -m ruff check .

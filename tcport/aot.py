@@ -13,6 +13,7 @@ import dataclasses
 from typing import Any
 
 import torch
+from torch.fx.proxy import GraphAppendingTracer
 
 from tcport.device import device_profile
 from tcport.errors import NoCandidateError
@@ -61,7 +62,7 @@ def kernel_library() -> str:
 
 
 def _replace(graph: torch.fx.Graph, node: torch.fx.Node, call: Any, candidate: Any) -> None:
-    tracer = torch.fx.proxy.GraphAppendingTracer(graph)
+    tracer = GraphAppendingTracer(graph)
     proxies = {id(given.meta["val"]): torch.fx.Proxy(given, tracer) for given in node.all_input_nodes}
     inputs = {name: proxies[id(value)] for name, value in vars(call).items() if id(value) in proxies}
     last = node.prev
