@@ -22,6 +22,7 @@ from tcport.lowering import registry
 from tcport.lowering.operators import PAGED_ATTENTION
 from tcport.lowering.registry import Row
 from tcport.probes import Outcome, probe, results, trusted
+from tcport.user_cache import cache_folder
 
 H200 = catalogue_profile("h200")
 RIGHT, WRONG = Outcome(True, "right"), Outcome(False, "ValueError: wrong numbers: off by 3, allowed 0.02")
@@ -107,7 +108,7 @@ def test_outcomes_of_a_run_that_was_cut_short_are_not_kept(monkeypatch: pytest.M
     monkeypatch.setattr(subprocess, "run", cut)
     assert results.run_probes(0, 1.0) == ({"fp16_dot": RIGHT}, "not done in 1 s")
     assert probe(H200) == {"fp16_dot": RIGHT}
-    assert not (results.cache_folder().parent / "probes").exists()
+    assert not (cache_folder("probes")).exists()
 
 
 def test_a_device_that_is_not_there_is_not_probed() -> None:

@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 from tcport.logs import logger
+from tcport.user_cache import usual_root
 
 
 def settle_cache_folders() -> tuple[str, ...]:
@@ -59,8 +60,4 @@ def _inductor() -> Path:
     return Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
 
 
-def _own() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "tcport")
-
-
-_FOLDERS = {"TRITON_CACHE_DIR": _triton, "TORCHINDUCTOR_CACHE_DIR": _inductor, "TCPORT_CACHE_DIR": _own}
+_FOLDERS = {"TRITON_CACHE_DIR": _triton, "TORCHINDUCTOR_CACHE_DIR": _inductor, "TCPORT_CACHE_DIR": usual_root}

@@ -10,7 +10,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -21,7 +20,8 @@ from tcport.device import DeviceProfile, device_profile
 from tcport.fingerprint import triton_version
 from tcport.ir import TileConfig
 from tcport.logs import logger
-from tcport.tiling.footprint import cache_folder, kernel_sources
+from tcport.tiling.footprint import kernel_sources
+from tcport.user_cache import cache_folder, keep, kept
 
 TIME_LIMIT = 90.0
 """Seconds for all probes together; what is not done by then stays unknown."""
@@ -91,7 +91,7 @@ def run_probes(index: int, time_limit: float = TIME_LIMIT) -> tuple[dict[str, Ou
 @functools.lru_cache(maxsize=32)
 def _kept(digest: str, index: int) -> dict[str, Outcome]:
     versions = f"{digest} {triton_version()} {torch.__version__} {kernel_sources()}"
-    path = cache_folder().parent / "probes" / f"{hashlib.sha256(versions.encode()).hexdigest()}.json"
+    path = cache_folder("probes") / f"{hashlib.sha256(versions.encode()).hexdigest()}.json"
     known = _load(path)
     if known is not None:
         return known
@@ -102,7 +102,7 @@ def _kept(digest: str, index: int) -> dict[str, Outcome]:
         # Not kept: the machine may have been short of memory or time. This process does not ask again.
         logger("probes").warning("some probes could not be run: %s", trouble)
     else:
-        _store(path, outcomes)
+        keep(path, {name: dataclasses.asdict(outcome) for name, outcome in outcomes.items()})
     return outcomes
 
 
@@ -122,17 +122,6 @@ def _holds(tile: TileConfig, test: str) -> bool:
 
 def _load(path: Path) -> dict[str, Outcome] | None:
     try:
-        return {name: Outcome(**found) for name, found in json.loads(path.read_text(encoding="utf-8")).items()}
-    except (OSError, ValueError, TypeError):  # not there, not readable, or cut off: probe again
+        return {name: Outcome(**found) for name, found in (kept(path) or {}).items()} or None
+    except TypeError:  # written by another version: probe again
         return None
-
-
-def _store(path: Path, outcomes: Mapping[str, Outcome]) -> None:
-    """Published by renaming; a folder that cannot be written costs the next process the time."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-            json.dump({name: dataclasses.asdict(outcome) for name, outcome in outcomes.items()}, file)
-        os.replace(file.name, path)
-    except OSError:
-        return

@@ -16,7 +16,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from tcport.device.profile import DeviceProfile
 from tcport.ir import AttentionSpec, TileConfig
 from tcport.tiling.limits import limits_of
 from tcport.tiling.wire import config_data, spec_data
+from tcport.user_cache import cache_folder, keep, kept
 
 ENTRIES = {
     "decode": "tcport.kernels.triton_decode:paged_decode",
@@ -107,7 +107,7 @@ def measure(
 
     Args:
         entry: ``module:function`` of the kernel entry; None: the spec's own.
-        cache: folder for results; None: :func:`cache_folder`.
+        cache: folder for results; None: the user's.
 
     Returns:
         One result per tile. A tile that does not compile, or aborts the compiler, has an ``error``.
@@ -118,22 +118,15 @@ def measure(
     entry = entry or ENTRIES["decode" if spec.form == "decode" else "prefill"]
     shared = {"entry": entry, "spec": spec_data(spec), "target": list(target)}
     requests = [shared | {"config": config_data(config)} for config in configs]
-    folder = cache or cache_folder()
+    folder = cache or cache_folder("footprints")
     paths = [folder / f"{_key(request)}.json" for request in requests]
-    answers: dict[Path, dict[str, Any]] = {path: known for path in paths if (known := _load(path)) is not None}
+    answers: dict[Path, dict[str, Any]] = {path: known for path in paths if (known := kept(path)) is not None}
     missing = {path: request for path, request in zip(paths, requests, strict=True) if path not in answers}
     for path, answer in zip(missing, _run_workers(list(missing.values())), strict=True):
         answers[path] = answer
-        _store(path, answer)
+        if "the compiler" not in answer.get("error", ""):  # a process that died may have been out of memory
+            keep(path, answer)
     return [_compiled(answers[path]) for path in paths]
-
-
-def cache_folder() -> Path:
-    """Where footprints are kept: ``TCPORT_CACHE_DIR``, else the user's cache folder."""
-    root = os.environ.get("TCPORT_CACHE_DIR")
-    if root is None:
-        root = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "tcport")
-    return Path(root) / "footprints"
 
 
 def _run_workers(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -196,29 +189,6 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "unknown"
-
-
-def _load(path: Path) -> dict[str, Any] | None:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # not there, not readable, or cut off: compile again
-        return None
-
-
-def _store(path: Path, answer: dict[str, Any]) -> None:
-    """Published by renaming, so that a reader never sees half a file. A folder that cannot be written costs time only.
-
-    A process that died is not remembered: the machine may have been out of memory.
-    """
-    if "the compiler" in answer.get("error", ""):
-        return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-            json.dump(answer, file)
-        os.replace(file.name, path)
-    except OSError:
-        return
 
 
 def _compiled(answer: dict[str, Any]) -> Compiled:
