@@ -129,6 +129,6 @@ def test_a_kernel_that_does_not_build_steps_down_with_a_record(monkeypatch: pyte
     args = batch(5, torch.float32)
     out, _ = expected(args)
     report = tcport.explain(decode, *args)
-    assert report.nodes[-1].kernel == "torch_write+torch_attention"
+    assert report.nodes[-1].kernel == "triton_write+torch_attention"  # the write did not fail
     assert "ptxas fatal: injected" in report.graphs[0].fallbacks[0].message
     torch.testing.assert_close(tcport.paged_attention(args[0] * 0.5, *args[3:7]).cpu(), out, rtol=0, atol=1e-4)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from test_cpu_library import counting_compiler
 
 from tcport.cache_folders import settle_cache_folders
 
@@ -41,48 +42,81 @@ def test_folders_that_can_be_written_stay(tmp_path: Path, monkeypatch: pytest.Mo
     assert [os.environ[name] for name in VARIABLES] == [str(tmp_path / name) for name in VARIABLES]
 
 
+# Forks 8 processes, each round, onto one empty folder. Each does ``work(folder)`` and answers with a digest of what it
+# then has; the folder is empty again in the next round.
 PROGRAM = """
 import hashlib, os, sys
-import torch
-from triton.backends.compiler import GPUTarget
-from tcport.kernels.offline import compile_launch, record
-from tcport.kernels.triton_merge import merge_states
-from tcport.kernels.call import MergeCall
+from pathlib import Path
+from {module} import {work} as work
 
-def launches():
-    for dim in (16, 32, 64, 128):
-        part = torch.empty(4, 2, dim, device="meta"), torch.empty(4, 2, device="meta")
-        yield from record(merge_states, MergeCall(*part, *part))
-
-folder, rounds, processes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+folder, rounds, processes = sys.argv[1], int(sys.argv[2]), 8
 for number in range(rounds):
-    os.environ["TRITON_CACHE_DIR"] = f"{folder}/{number}"
     readers = []
     for _ in range(processes):
         reader, writer = os.pipe()
         if os.fork() == 0:
-            target = GPUTarget("cuda", 90, 32)
-            cubins = [compile_launch(launch, target).asm["cubin"] for launch in launches()]
-            os.write(writer, hashlib.sha256(b"".join(cubins)).hexdigest().encode())
+            data = work(Path(folder) / str(number))
+            os.write(writer, hashlib.sha256(data).hexdigest().encode())
             os._exit(0)
         os.close(writer)
         readers.append(reader)
     answers = [os.read(reader, 100).decode() for reader in readers]
     assert all(os.waitstatus_to_exitcode(os.wait()[1]) == 0 for _ in readers)
     assert len(set(answers)) == 1 and len(answers[0]) == 64, answers
-print("the same", len(answers), "times")
+print("the same", len(answers), "times in each of", rounds, "rounds")
 """
 
 
-def test_processes_that_fill_one_empty_cache_get_the_same(tmp_path: Path) -> None:
-    """TCPORT_TEST_ROUNDS=20 runs as many rounds; one is enough to see a race that is always lost."""
-    rounds = os.environ.get("TCPORT_TEST_ROUNDS", "1")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+def triton_kernels(folder: Path) -> bytes:
+    """Four kernels by Triton's compiler, its cache in ``folder``."""
+    import torch
+    from triton.backends.compiler import GPUTarget
+
+    from tcport.kernels.call import MergeCall
+    from tcport.kernels.offline import compile_launch, record
+    from tcport.kernels.triton_merge import merge_states
+
+    os.environ["TRITON_CACHE_DIR"] = str(folder)
+    cubins = []
+    for dim in (16, 32, 64, 128):
+        part = torch.empty(4, 2, dim, device="meta"), torch.empty(4, 2, device="meta")
+        launch = record(merge_states, MergeCall(*part, *part))[0]
+        cubins.append(compile_launch(launch, GPUTarget("cuda", 90, 32)).asm["cubin"])
+    return b"".join(cubins)
+
+
+def cpu_library(folder: Path) -> bytes:
+    """The C++ kernels by the compiler in ``CXX``, built into ``folder``."""
+    from tcport.kernels import cpu_library
+
+    return cpu_library.build(folder).read_bytes()
+
+
+def race(work: str, folder: Path, **environment: str) -> int:
+    """Run the race; returns the number of rounds. ``TCPORT_TEST_ROUNDS=20`` runs as many."""
+    rounds = os.environ.get("TCPORT_TEST_ROUNDS", "2")
+    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path), rounds, "8"],
-        env=environment | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        [sys.executable, "-c", PROGRAM.format(module="test_cache_folders", work=work), str(folder), rounds],
+        env={
+            **inherited,
+            "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "ir_tests"))),
+            "OMP_NUM_THREADS": "1",
+            **environment,
+        },
         capture_output=True,
         text=True,
-        timeout=120 + 60 * int(rounds),
+        timeout=240 + 120 * int(rounds),
     )
-    assert done.stdout.splitlines()[-1:] == ["the same 8 times"], done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1:] == [f"the same 8 times in each of {rounds} rounds"], done.stderr[-3000:]
+    return int(rounds)
+
+
+def test_processes_that_compile_the_same_kernels_into_one_empty_cache_get_the_same(tmp_path: Path) -> None:
+    race("triton_kernels", tmp_path)
+
+
+def test_processes_that_build_the_cpu_library_into_one_empty_cache_build_it_once(tmp_path: Path) -> None:
+    rounds = race("cpu_library", tmp_path / "built", CXX=str(counting_compiler(tmp_path)))
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert len([call for call in calls if "-shared" in call]) == rounds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,10 +12,13 @@ import torch
 import triton
 import triton.language as tl
 from subprocess_results import run_in_subprocess
+from test_after_warm_up import WARM_UP, shifted
 from torch import Tensor
+from triton import knobs
 
 import tcport
-from tcport import history, quarantine
+from tcport import chain, history, quarantine
+from tcport._inductor import compile_count
 from tcport.device import device_profile
 from tcport.ir import TileConfig
 from tcport.kernels import reference
@@ -143,6 +147,67 @@ def test_compiled(cause: str) -> None:
     assert [n.kernel for n in tcport.last_report().nodes] == ["triton_write+triton_decode"] * 2  # type: ignore[union-attr]
 
 
+def test_attention_alone_on_triton_with_the_write_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The write's self-test gave wrong numbers: the pair goes on with another write, and attention stays on Triton."""
+    wrong = "triton_write: ValueError: wrong numbers: injected"
+    monkeypatch.setattr(chain, "trusted", lambda kernel, profile, tile: wrong if kernel == "triton_write" else None)
+    compiled = torch.compile(decode, backend="tcport", fullgraph=True, options={"force_disable_caches": True})
+    for size in (4, 7):
+        check(compiled, batch(size))
+    assert [n.kernel for n in tcport.last_report().nodes] == ["torch_write+triton_decode"]  # type: ignore[union-attr]
+    assert tcport.last_report().clones == []  # type: ignore[union-attr]
+    last = history.fallbacks()[-1]
+    assert (last.kernel, last.to, last.cause) == ("triton_write [tuned]", "torch_write [torch]", "wrong numbers")
+    check(decode, batch())
+
+
+def test_inductor_times_the_tiles_and_takes_one(capfd: pytest.CaptureFixture[str]) -> None:
+    """Autotuning on the device: the winner is one of the chain, and gives the right result."""
+    compiled = torch.compile(decode, backend="tcport", fullgraph=True, mode="max-autotune-no-cudagraphs")
+    for size in (4, 7):
+        check(compiled, batch(size))
+    node = tcport.last_report().nodes[0]  # type: ignore[union-attr]
+    assert node.kernel == "triton_write+triton_decode"
+    assert "that Inductor timed" in node.why
+    assert "AUTOTUNE tcport_write_and_attend" in capfd.readouterr().err
+    asked = {"kernel": ["triton_decode", "torch_attention"], "force_disable_caches": True}
+    check(torch.compile(decode, backend="tcport", fullgraph=True, options=asked), batch())
+    node = tcport.last_report().nodes[0]  # type: ignore[union-attr]
+    assert node.kernel.endswith(("+triton_decode", "+torch_attention"))
+    print(node.kernel, node.tile, node.why)
+
+
+def test_nothing_is_compiled_after_the_warm_up() -> None:
+    """Case A20: batch sizes, lengths, table widths and misaligned tables after a warm-up."""
+    built: list[object] = []
+    compiled = torch.compile(decode, backend="tcport", fullgraph=True)
+    for size, width, shift in WARM_UP:
+        check(compiled, sized(size, width, 1, shift))
+    graphs = compile_count()
+    before, knobs.runtime.jit_post_compile_hook = knobs.runtime.jit_post_compile_hook, lambda **kw: built.append(kw)
+    try:
+        for size in (1, 2, 3, 7, 15, 16, 17, 33, 64):
+            for length in (1, 15, 16, 17, 1000, 4096):
+                pages = -(-length // PAGE)
+                for width, shift in ((pages, 0), (pages + 1, 1), (256, 0)):
+                    check(compiled, sized(size, width, length, shift))
+    finally:
+        knobs.runtime.jit_post_compile_hook = before
+    assert compile_count() == graphs
+    assert built == []
+
+
+def sized(size: int, width: int, length: int, shift: int) -> list[Tensor]:
+    """A batch of one length, its table and lengths ``shift`` elements into their storage."""
+    args = batch(size)
+    table = torch.randint(9 * size, (size, width)).int()
+    # Sequences share no page that they write to.
+    table[:, (length - 1) // PAGE] = torch.arange(size)
+    slots = table[:, (length - 1) // PAGE].long() * PAGE + (length - 1) % PAGE
+    lens = torch.full((size,), length).int()
+    return [*args[:5], shifted(table.cuda(), shift), shifted(lens.cuda(), shift), slots.cuda()]
+
+
 def test_a_layer_compiles_the_kernels_it_needs_and_no_others() -> None:
     report = tcport.explain(decode, *batch())
     assert report.graphs[0].source.count("async_compile.triton(") == 2 + ("combine_kernel" in report.graphs[0].source)
@@ -156,6 +221,9 @@ def test_the_probes_measure_this_device() -> None:
         assert outcome.ok or not name.startswith("triton_"), (name, outcome)
     for name in ("triton_write", "triton_merge", "fp16_dot", "bf16_dot", "int8_dot"):
         assert outcomes[name].ok, (name, outcomes[name])
+    assert re.fullmatch(r"right, \S+/s in fp16, \S+/s in fp32", outcomes["fp16_atomics"].detail)
+    programs = torch.cuda.get_device_properties(0).multi_processor_count
+    assert outcomes["cooperative_launch"].detail == f"{programs} programs met"
     if torch.cuda.get_device_capability() >= (9, 0):
         assert outcomes["fp8_e4m3_dot"].ok, outcomes["fp8_e4m3_dot"]
         assert outcomes["async_copy"].ok, outcomes["async_copy"]
