@@ -149,3 +149,10 @@ def test_the_outlook_before_and_after_a_build(tmp_path: Path) -> None:
     assert after.startswith(f"built: {tmp_path / 'cache'}")
     none, _ = output(start(say, PATH=str(tmp_path), CXX="", TCPORT_CACHE_DIR=str(tmp_path / "other")))
     assert none.startswith("none: there is no C++ compiler")
+
+
+def test_the_environment_chooses_an_instruction_set() -> None:
+    out, _ = output(start(LOAD, TCPORT_CPU_ISA="baseline"))
+    assert out.strip() == "baseline"
+    out, _ = output(start(ATTEND, TCPORT_CPU_ISA="vax"))
+    assert "cpp_attention: TCPORT_CPU_ISA is 'vax', and this processor has no such kernels" in out

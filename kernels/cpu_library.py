@@ -159,8 +159,15 @@ def _load_once(ahead: Path | None) -> CpuLibrary | KernelBuildError:
         return error
     torch.library.register_fake("tcport_cpu::paged_attention", _fake_attention)
     torch.library.register_fake("tcport_cpu::kv_write", lambda *args: None)
-    _loaded = CpuLibrary(path, identity())
-    return _loaded
+    library = CpuLibrary(path, identity())
+    wanted = os.environ.get("TCPORT_CPU_ISA", "")
+    if not library.select(wanted):
+        return KernelBuildError(
+            f"TCPORT_CPU_ISA is {wanted!r}, and this processor has no such kernels.",
+            f"Unset it, or choose of {', '.join(_ISA_FLAGS)} what the processor has.",
+        )
+    _loaded = library
+    return library
 
 
 def _load_file(path: Path) -> KernelBuildError | None:
