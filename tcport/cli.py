@@ -1,4 +1,4 @@
-"""The command line: ``python -m tcport plan``, ``devices``, ``doctor`` and ``bundle``. Nothing here needs a GPU."""
+"""The command line: ``python -m tcport plan``, ``devices``, ``doctor``, ``bundle``; and ``bench``, for a GPU."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tcport.bench.command import bench
 from tcport.bundle.command import app as bundle_app
 from tcport.device import FACTS, DeviceProfile, catalogue, catalogue_profile, device_profile, load_profile
 from tcport.device.sources import present_devices
@@ -23,6 +24,7 @@ app = typer.Typer(
     add_completion=False, no_args_is_help=True, help="Paged attention for torch.compile: plans and facts."
 )
 app.add_typer(bundle_app, name="bundle")
+app.command()(bench)
 # A pipe has no width of its own: tables get room for their names.
 _console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 140)
 
