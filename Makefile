@@ -5,6 +5,7 @@
 #   make gpu-test      set up, then run the tests that need a CUDA GPU
 #   make sanitize      set up, then test the CPU's C++ kernels under address and undefined-behaviour sanitizers
 #   make lint          set up, then ruff and pyright
+#   make matrix        set up, then compile the kernels for every target into build/matrix (hours; narrow it with ARGS)
 #   make setup         the environment alone
 #
 # PYTHON=python3.12 chooses the interpreter. Where it already has torch >= 2.11, that torch is used and left alone;
@@ -14,7 +15,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
 
-.PHONY: setup demo test gpu-test sanitize lint clean
+.PHONY: setup demo test gpu-test sanitize lint matrix clean
 
 setup: $(VENV)/ready
 
@@ -38,6 +39,9 @@ lint: setup
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m pyright --pythonpath $(PY)
+
+matrix: setup
+	$(PY) -m tcport matrix -o build/matrix $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

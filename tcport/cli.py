@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import Progress
 from rich.table import Table
 
 from tcport.bench.command import bench
@@ -18,6 +21,9 @@ from tcport.device import FACTS, DeviceProfile, catalogue, catalogue_profile, de
 from tcport.device.sources import present_devices
 from tcport.doctor import examine, healthy
 from tcport.errors import TcportError
+from tcport.tiling.matrix import DEVICES, DIMS, PAGES, cells, summary
+from tcport.tiling.matrix import DTYPES as MATRIX_DTYPES
+from tcport.tiling.matrix import run as run_matrix
 from tcport.tiling.plan import Plan, make_plan, plain_spec
 
 app = typer.Typer(
@@ -120,6 +126,33 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print plain dat
             if finding.remedy:
                 _console.print(f"      {escape(finding.remedy)}")
     raise typer.Exit(0 if healthy(findings) else 1)
+
+
+@app.command()
+def matrix(
+    out: Annotated[Path, typer.Option("-o", "--out", help="Folder for matrix.json and matrix.md.")],
+    targets: Annotated[str, typer.Option(help=f"Of {', '.join(DEVICES)}; separated by commas.")] = ",".join(DEVICES),
+    dtypes: Annotated[str, typer.Option(help="Of the cache.")] = ",".join(MATRIX_DTYPES),
+    dims: Annotated[str, typer.Option(help="Head dims.")] = ",".join(map(str, DIMS)),
+    pages: Annotated[str, typer.Option(help="Tokens of a page.")] = ",".join(map(str, PAGES)),
+    jobs: Annotated[int, typer.Option(min=1, help="Compilers at a time.")] = os.cpu_count() or 1,
+) -> None:
+    """Compile the attention kernels for every target, and say what fits, what spills and what is refused."""
+    try:
+        numbers = ([int(part) for part in text.split(",")] for text in (dims, pages))
+        todo = cells(targets.split(","), [_DTYPES.get(name, name) for name in dtypes.split(",")], *numbers)
+    except (TcportError, ValueError) as error:
+        typer.echo(f"refused: {error}", err=True)
+        raise typer.Exit(1) from error
+    out.mkdir(parents=True, exist_ok=True)
+    with Progress(console=_console) as progress:
+        task = progress.add_task("compiling", total=len(todo))
+        outcomes = run_matrix(todo, jobs, lambda outcome: progress.advance(task))
+    (out / "matrix.json").write_text(json.dumps([outcome.to_dict() for outcome in outcomes], indent=1) + "\n")
+    (out / "matrix.md").write_text(summary(outcomes))
+    too_big = [outcome for outcome in outcomes if outcome.over_limit]
+    _console.print(f"{len(outcomes)} cells, {len(too_big)} over a limit; see {out / 'matrix.md'}")
+    raise typer.Exit(1 if too_big else 0)
 
 
 def _print_plan(made: Plan, top: int) -> None:

@@ -1,0 +1,198 @@
+"""Every attention kernel compiled for every target with the tile that the optimizer chose: what fits, what spills.
+
+Nothing here needs a GPU. A cell that no tile takes says why and which kernel of the chain takes the call instead.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from tcport.device import catalogue_profile
+from tcport.device.profile import DeviceProfile
+from tcport.errors import ArgumentError, NoTileError
+from tcport.tiling.footprint import compile_target
+from tcport.tiling.limits import limits_of
+from tcport.tiling.plan import make_plan, plain_spec
+
+# CUDA C++ Programming Guide, technical specifications of compute capability 8.6; no card of it is in the catalogue.
+_SM_86 = DeviceProfile(
+    vendor="nvidia", arch="sm_86", name="compute capability 8.6", warp_width=32, max_threads_per_cta=1024,
+    max_threads_per_unit=1536, registers_per_unit=65536, max_registers_per_thread=255, shared_per_cta=48 << 10,
+    shared_per_cta_optin=99 << 10, shared_per_unit=100 << 10, mma_atom="mma.sync", async_copy="cp.async",
+    flags={"bf16": True, "fp8": False},
+)  # fmt: skip
+
+DEVICES = {
+    "sm_75": "t4", "sm_80": "a100", "sm_86": "", "sm_89": "l40s", "sm_90": "h200", "sm_100": "b200",
+    "sm_120": "rtx_pro_6000", "gfx90a": "mi250x", "gfx942": "mi300x", "gfx950": "mi355x", "gfx1100": "rx7900xtx",
+    "gfx1151": "gfx1151", "gfx1201": "rx9070xt",
+}  # fmt: skip
+"""Target -> the device of the catalogue that stands for it."""
+DTYPES = ("float16", "bfloat16", "float8_e4m3fn")
+DIMS = (64, 80, 96, 128, 192, 256, 512)
+PAGES = (1, 16, 64, 256, 1056)
+KERNELS = ("decode", "prefill")
+INSTEAD = "torch_attention"
+"""What takes a call that no tile takes: the last link of the chain."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One kernel for one target: fp8 is the cache's dtype, beside a query of bfloat16 (float16 on sm_75)."""
+
+    target: str
+    kernel: str
+    dtype: str
+    dim: int
+    page: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What became of a cell.
+
+    Attributes:
+        tile: the accepted tile; "" when there is none.
+        shared, shared_limit: bytes of shared memory of a CTA.
+        registers, spill: registers of a thread, and bytes of them that went to memory.
+        occupancy: CTAs that one compute unit holds at a time, by shared memory, threads and registers.
+        steps: tiles tried before it, each with what was wrong.
+        refusal: why no tile is accepted.
+    """
+
+    cell: Cell
+    tile: str = ""
+    shared: int = 0
+    shared_limit: int = 0
+    registers: int = 0
+    spill: int = 0
+    threads: int = 0
+    occupancy: int = 0
+    steps: tuple[str, ...] = ()
+    refusal: str = ""
+
+    @property
+    def over_limit(self) -> bool:
+        return self.shared > self.shared_limit
+
+    def to_dict(self) -> dict[str, Any]:
+        instead = {"instead": INSTEAD} if self.refusal else {}
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "cell"}
+        return {**dataclasses.asdict(self.cell), **own, **instead}
+
+
+def cells(
+    targets: Sequence[str] = tuple(DEVICES),
+    dtypes: Sequence[str] = DTYPES,
+    dims: Sequence[int] = DIMS,
+    pages: Sequence[int] = PAGES,
+) -> list[Cell]:
+    """The cells of a matrix.
+
+    Raises:
+        ArgumentError: a target that is not in :data:`DEVICES`.
+    """
+    unknown = [target for target in targets if target not in DEVICES]
+    if unknown:
+        raise ArgumentError(f"The matrix has no target {unknown[0]!r}.", f"Choose from {', '.join(DEVICES)}.")
+    return [Cell(*row) for row in itertools.product(targets, KERNELS, dtypes, dims, pages)]
+
+
+def run(todo: Iterable[Cell], jobs: int, done: Callable[[Outcome], None] = lambda outcome: None) -> list[Outcome]:
+    """Plan and compile cells, ``jobs`` compilers at a time; ``done`` is told of each as it ends."""
+
+    def one(cell: Cell) -> Outcome:
+        outcome = compile_cell(cell)
+        done(outcome)
+        return outcome
+
+    with ThreadPoolExecutor(jobs) as pool:  # the compilers are processes of their own
+        return list(pool.map(one, todo))
+
+
+def compile_cell(cell: Cell) -> Outcome:
+    """The tile of one cell, and what it takes."""
+    profile = profile_of(cell.target)
+    half = "float16" if cell.target == "sm_75" else "bfloat16"
+    spec = plain_spec(
+        num_q_heads=32,
+        num_kv_heads=8,
+        dim_qk=cell.dim,
+        dim_v=cell.dim,
+        page=cell.page,
+        batch=16,
+        context=8192,
+        tokens=None if cell.kernel == "decode" else 16 * 512,
+        dtype=half if cell.dtype.startswith("float8") else cell.dtype,
+        kv_dtype=cell.dtype,
+    )
+    if compile_target(profile) is None:
+        return Outcome(cell, refusal=f"Triton here has no compiler for {cell.target}")
+    try:
+        plan = make_plan(spec, profile)
+    except NoTileError as error:
+        return Outcome(cell, refusal=error.cause)
+    if plan.fit is None:
+        return Outcome(cell, refusal=plan.refusal or "no tile passed")
+    limits = limits_of(profile)
+    widest = max(plan.fit.compiled.footprints, key=lambda footprint: footprint.shared)
+    by_each = (
+        limits.shared_per_unit // max(1, widest.shared),
+        limits.threads_per_unit // widest.threads,
+        limits.registers_per_unit // max(1, widest.registers * widest.threads),
+    )
+    return Outcome(
+        cell,
+        tile=str(plan.fit.config),
+        shared=widest.shared,
+        shared_limit=limits.shared_per_cta,
+        registers=widest.registers,
+        spill=plan.fit.compiled.spill,
+        threads=widest.threads,
+        occupancy=min(by_each),
+        steps=tuple(f"{config}: {why}" for config, why in plan.fit.steps),
+    )
+
+
+def profile_of(target: str) -> DeviceProfile:
+    """The device that stands for a target."""
+    return catalogue_profile(DEVICES[target]) if DEVICES[target] else _SM_86
+
+
+def summary(outcomes: Sequence[Outcome]) -> str:
+    """A Markdown table with a row for each target, kernel and dtype, then every refusal and every spill."""
+    groups: dict[tuple[str, str, str], list[Outcome]] = collections.defaultdict(list)
+    for outcome in outcomes:
+        groups[outcome.cell.target, outcome.cell.kernel, outcome.cell.dtype].append(outcome)
+    lines = [
+        "| target | kernel | dtype | cells | largest shared memory of its limit | most registers | spilling | refused "
+        "| fewest CTAs a unit |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for (target, kernel, dtype), group in groups.items():
+        fitting = [outcome for outcome in group if not outcome.refusal]
+        most = max(fitting, key=lambda outcome: outcome.shared / outcome.shared_limit, default=None)
+        numbers = (
+            f"{most.shared} of {most.shared_limit}" if most else "-",
+            max((outcome.registers for outcome in fitting), default="-"),
+            sum(outcome.spill > 0 for outcome in fitting),
+            len(group) - len(fitting),
+            min((outcome.occupancy for outcome in fitting), default="-"),
+        )
+        lines.append(f"| {target} | {kernel} | {dtype} | {len(group)} | {' | '.join(map(str, numbers))} |")
+    for title, chosen in (
+        ("Refused", [f"{_place(o.cell)}: {o.refusal} `{INSTEAD}` takes it." for o in outcomes if o.refusal]),
+        ("Spilling", [f"{_place(o.cell)}: {o.tile}, {o.spill} bytes of a thread" for o in outcomes if o.spill]),
+    ):
+        if chosen:
+            lines += ["", f"{title}:", "", *(f"- {line}" for line in chosen)]
+    return "\n".join(lines) + "\n"
+
+
+def _place(cell: Cell) -> str:
+    return f"{cell.target} {cell.kernel} {cell.dtype} D {cell.dim} page {cell.page}"
