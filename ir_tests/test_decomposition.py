@@ -43,6 +43,25 @@ def test_agrees_with_the_reference(attention: Callable[..., Any], batch: PagedBa
     batch.check(*attention(AttentionCall.of(**batch.arguments, return_lse=True)))
 
 
+@pytest.mark.parametrize("attention", [decomposition.paged_attention, blocked.paged_attention, rows])
+@pytest.mark.parametrize("width", [2**31, 2**40, 2**63 - 1])
+@pytest.mark.parametrize("option", ["window", "chunk"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe(lens=(40, 7, 0), alibi=True, index_dtype=torch.int32),
+        Recipe(lens=(40, 7, 23), q_lens=(3, 7, 1), causal=False, index_dtype=torch.int32),
+        Recipe(lens=(40, 7, 23), q_lens=(3, 7, 1), index_dtype=torch.int64),
+    ],
+)
+def test_a_window_or_chunk_beyond_every_length_hides_nothing(
+    attention: Callable[..., Any], width: int, option: str, recipe: Recipe
+) -> None:
+    """Not even where lengths are int32 and the width is not."""
+    batch = build_batch(recipe)
+    batch.check(*attention(AttentionCall.of(**{**batch.arguments, option: width}, return_lse=True)))
+
+
 @pytest.mark.parametrize("device_reads", [True, False])
 def test_small_blocks_give_the_same_result(monkeypatch: pytest.MonkeyPatch, device_reads: bool) -> None:
     """Blocks of one or a few tokens: by sequence where lengths can be read, by token where not."""

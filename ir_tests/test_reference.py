@@ -120,6 +120,14 @@ class TestLiteralValues:
     def test_a_window_keeps_the_last_keys(self) -> None:
         assert self.attention(window=2) == pytest.approx((3.5, math.log(2)))
 
+    def test_the_widest_window_hides_nothing(self) -> None:
+        """Not even from a token that lies before the first key, where its far end is past the smallest int64."""
+        assert self.attention(window=2**63 - 1) == pytest.approx((2.5, math.log(4)))
+        query, caches = torch.ones(2, 1, 1), torch.ones(1, 1, 1, 1)
+        one_key = (query, caches, caches, torch.zeros(1, 1).int(), torch.tensor([1]), torch.tensor([0, 2]))
+        out, _ = reference.paged_attention(*one_key, causal=False, window=2**63 - 1)
+        assert out.flatten().tolist() == [1.0, 1.0]
+
     def test_a_chunk_keeps_its_own_keys(self) -> None:
         assert self.attention(chunk=3) == pytest.approx((4.0, 0.0))
 

@@ -15,6 +15,9 @@ Eager code passes the identity; code that is being traced passes ``torch.library
 """
 
 
+_FAR = 2**30  # a window or chunk beyond any length; keeps the arithmetic of int32 positions within 32 bits
+
+
 @dataclasses.dataclass(frozen=True)
 class AttentionCall:
     """The arguments of ``tcport::paged_attention``; shapes and meanings in :mod:`tcport.kernels.reference`."""
@@ -61,10 +64,18 @@ class AttentionCall:
         cu_seqlens_q: Tensor | None = None,
         *,
         scale: float | None = None,
+        window: int | None = None,
+        chunk: int | None = None,
         **options: Any,
     ) -> AttentionCall:
-        """The call behind the operator's own arguments; ``scale=None`` becomes ``Dqk ** -0.5``."""
+        """The call behind the operator's own arguments.
+
+        ``scale=None`` becomes ``Dqk ** -0.5``; a window or chunk that reaches past any length becomes one that kernels
+        can add to a position.
+        """
         scale = int(query.shape[-1]) ** -0.5 if scale is None else scale
+        options["window"] = None if window is None else min(window, _FAR)
+        options["chunk"] = None if chunk is None else min(chunk, _FAR)
         return cls(query, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, scale, **options)
 
 

@@ -91,7 +91,7 @@ def paged_attention(
         if causal:
             visible &= key_pos <= query_pos
         if window is not None:
-            visible &= key_pos > query_pos - window
+            visible &= query_pos - key_pos < window  # no window is so wide that this overflows
         if chunk is not None:
             visible &= key_pos // chunk == query_pos // chunk
         live = visible.any(dim=0)

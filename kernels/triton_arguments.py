@@ -12,7 +12,6 @@ from tcport.kernels.call import AttentionCall
 from tcport.kernels.target import converts_e4m3
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
-_FAR = 2**30  # a window or chunk beyond any length; keeps position arithmetic within 32 bits
 
 
 def attention_arguments(call: AttentionCall, config: TileConfig) -> dict[str, Any]:
@@ -40,8 +39,8 @@ def attention_arguments(call: AttentionCall, config: TileConfig) -> dict[str, An
         "mask": None if mask is None else mask.view(torch.uint8),
         "scale": float(call.scale),
         "softcap": float(call.softcap) if call.softcap else None,
-        "window": None if call.window is None else min(call.window, _FAR),
-        "chunk": None if call.chunk is None else min(call.chunk, _FAR),
+        "window": call.window,
+        "chunk": call.chunk,
         "mask_columns": None if mask is None else mask.shape[1],
         **strides("query", query, ("token", "head", "dim")),
         **strides("k", k, ("page", "token", "head", "dim")),
