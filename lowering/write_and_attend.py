@@ -29,7 +29,8 @@ def select_both(spec: WriteAndAttendSpec, profile: DeviceProfile, *, kernel: Ker
 
 def _pairs(writes: tuple[Candidate, ...], attends: tuple[Candidate, ...]) -> Iterator[Candidate]:
     for attend in attends:
-        for write in writes:
+        # Who names a precompiled attention may have no compiler for the write either.
+        for write in sorted(writes, key=lambda write: attend.tier == "blob" and write.needs_compiler):
             yield Candidate(
                 f"{write.kernel}+{attend.kernel}",
                 attend.tier,
