@@ -146,7 +146,7 @@ def test_a_precompiled_attention_has_a_write_that_needs_no_compiler_first() -> N
     pairs = [c.kernel for c in choose(WRITE_AND_ATTEND, call, H200).selection.candidates]
     writes = [pair.partition("+")[0] for pair in pairs if pair.endswith("+bundle_attention")]
     assert writes == ["bundle_write", "torch_write", "triton_write"]
-    assert [pair for pair in pairs if pair.endswith("+triton_decode")][0] == "triton_write+triton_decode"
+    assert next(pair for pair in pairs if pair.endswith("+triton_decode")) == "triton_write+triton_decode"
 
 
 def test_a_sound_blob_is_launched_with_the_call_s_own_arguments(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,12 +11,16 @@ import torch
 from fault_injection import TILES, Faulty, FaultyWrite, installed, installed_write, raising
 from test_chain_compiled import expected, new_tokens, serve, state
 from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import tcport
 from tcport import quarantine
 from tcport.errors import KernelBuildError, NoCandidateError, OptionError
 from tcport.ir import TileConfig
 from tcport.kernels import reference
+from tcport.lowering import example as lowering_example
+from tcport.lowering.operators import MERGE_STATES, PAGED_ATTENTION, WRITE_AND_ATTEND
 from tcport.report import NodeReport
 
 FRESH = {"force_disable_caches": True}
@@ -135,3 +139,35 @@ def test_names_are_checked() -> None:
 def test_a_mode_of_torch_compile_asks_for_a_race_too() -> None:
     with installed(slow(TILES[0], TILES[2], name="by_mode")):
         assert attended({}, mode="max-autotune-no-cudagraphs").tile == str(TILES[1])
+
+
+def test_the_example_is_a_legal_call_on_a_cache_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    page_bytes = 4 * 2 * 16 * 4
+    monkeypatch.setattr(lowering_example, "CACHE_BYTES", 5 * page_bytes)
+    k_cache, v_cache = torch.randn(2, 8, 4, 2, 16)
+    new = torch.randn(3, 2, 16), torch.randn(3, 2, 16)
+    table, bounds = torch.full((2, 6), 99), torch.tensor([0, 1, 3])
+    query, lens, slots = torch.randn(3, 4, 16), torch.tensor([1, 2]), torch.tensor([-1, 99, 99])
+    mask = torch.zeros(3, 24, dtype=torch.bool)
+    call = WRITE_AND_ATTEND.call(query, *new, k_cache, v_cache, slots, table, lens, bounds, mask=mask)
+    made = lowering_example.example(call)
+    assert made is not None
+    assert made.attend.k_cache.shape == (5, 4, 2, 16)
+    assert made.write.k_cache is made.attend.k_cache
+    assert made.attend.block_table.unique().tolist() == [0, 1, 2, 3, 4]
+    assert made.attend.seq_lens.tolist() == [24, 24]
+    assert made.attend.cu_seqlens_q.tolist() == [0, 1, 3]
+    assert made.write.slot_mapping.tolist() == [0, 1, 2]
+    assert made.attend.mask.all()
+    for like, tensor in ((query, made.attend.query), (new[0], made.write.key), (table, made.attend.block_table)):
+        assert (tensor.shape, tensor.stride(), tensor.dtype) == (like.shape, like.stride(), like.dtype)
+    latent = PAGED_ATTENTION.call(query[:2], k_cache, k_cache[..., :8], table, lens)
+    assert lowering_example.example(latent, v_is_view_of_k=True).v_is_view_of_k
+
+
+def test_where_a_size_is_unknown_nobody_races() -> None:
+    shapes = ShapeEnv()
+    with FakeTensorMode(shape_env=shapes):
+        tokens = shapes.create_unbacked_symint()
+        parts = [torch.empty(tokens, 4, 16), torch.empty(tokens, 4)]
+    assert lowering_example.example(MERGE_STATES.call(*parts, *parts)) is None

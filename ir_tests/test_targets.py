@@ -73,7 +73,20 @@ def test_a_large_accumulator_on_xe_takes_the_large_register_file() -> None:
 def test_the_vendor_is_decided_before_any_number() -> None:
     """A gfx device whose runtime calls itself 9.4 must not be taken for an sm_94."""
     assert options("amd", "sm_90") == {}
-    assert refusal(next(t for t in TARGETS if t.vendor == "amd"), TileConfig(8, 64, 4, 1)) is not None
+
+
+def test_tiles_of_amd_and_intel_hold_whole_matrix_instructions() -> None:
+    """16 rows is the floor on both: WMMA and the narrow MFMA have 16x16, and DPAS 8x16 twice."""
+    for target in TARGETS:
+        for rows, columns in ((8, 64), (24, 64), (16, 8)):
+            said = refusal(target, TileConfig(rows, columns, 4, 1))
+            assert (said is None) == (target.vendor == "nvidia"), target
+        assert refusal(target, TileConfig(16, 16, 4, 1)) is None
+    for vendor, archs in FAMILIES.items():
+        for candidate in [
+            c for arch in archs for c in select("paged_attention", spec(), device(vendor, arch)).candidates
+        ]:
+            assert candidate.config is None or candidate.config.block_m >= 16
 
 
 def test_the_cpu_has_no_triton() -> None:
