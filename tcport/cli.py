@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from tcport.bench.command import bench
+from tcport.bench.command import bench, sweep
 from tcport.bundle.command import app as bundle_app
 from tcport.device import FACTS, DeviceProfile, catalogue, catalogue_profile, device_profile, load_profile
 from tcport.device.sources import present_devices
@@ -31,6 +31,7 @@ app = typer.Typer(
 )
 app.add_typer(bundle_app, name="bundle")
 app.command()(bench)
+app.command()(sweep)
 # A pipe has no width of its own: tables get room for their names.
 _console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 140)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,10 +32,7 @@ def bench(
         cases = chosen_cases(suite, case or [])
         named = chosen_peers(peers)
         _check_files(json_file, plot)
-        if not torch.cuda.is_available():
-            raise ArgumentError(
-                "There is no CUDA GPU to measure.", "For the CPU's kernels run `python -m tcport.bench.cpu`."
-            )
+        _need_gpu()
         rows = _measured(console, cases, named)
     except TcportError as error:
         console.print(escape(str(error)), style="red")
@@ -43,6 +41,39 @@ def bench(
         json_file.write_text(json.dumps({**environment(), "rows": rows}, indent=2) + "\n", encoding="utf-8")
     if plot:
         draw(rows, plot)
+
+
+def sweep(
+    case: Annotated[list[str] | None, typer.Option(help="A case as bench takes it; default: all shapes.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes that compile.")] = os.cpu_count() or 1,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write every time here.")] = None,
+) -> None:
+    """Time every legal tile of each shape, and say how far the optimizer's first choice is from the best."""
+    from tcport.bench.sweep import SHAPES, geometric_mean
+    from tcport.bench.sweep import sweep as sweep_case
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    try:
+        shapes = [parse_case(text) for text in case or []] or SHAPES
+        _check_files(json_file, None)
+        _need_gpu()
+        sweeps = []
+        for shape in shapes:
+            with console.status(escape(shape.name)):
+                sweeps.append(sweep_case(shape, jobs))
+    except TcportError as error:
+        console.print(escape(str(error)), style="red")
+        raise typer.Exit(1) from error
+    table = Table("shape", "tiles", "first us", "best us", "ratio", "first", "best")
+    for each in sweeps:
+        (first, first_us), (best, best_us) = each.first, each.best
+        numbers = (f"{first_us:.1f}", f"{best_us:.1f}", f"{each.ratio:.3f}")
+        table.add_row(escape(each.case.name), str(len(each.timings)), *numbers, str(first), str(best))
+    console.print(table)
+    console.print(f"geometric mean {geometric_mean(sweeps):.3f}, worst {max(each.ratio for each in sweeps):.3f}")
+    if json_file:
+        rows = [each.to_dict() for each in sweeps]
+        json_file.write_text(json.dumps({**environment(), "sweeps": rows}, indent=1) + "\n", encoding="utf-8")
 
 
 def chosen_cases(suite: str, spelt: list[str]) -> list[Case]:
@@ -126,6 +157,13 @@ def _measured(console: Console, cases: list[Case], peers: list[str]) -> list[dic
         rows.append(row.to_dict())
     console.print(table)
     return rows
+
+
+def _need_gpu() -> None:
+    if not torch.cuda.is_available():
+        raise ArgumentError(
+            "There is no CUDA GPU to measure.", "For the CPU's kernels run `python -m tcport.bench.cpu`."
+        )
 
 
 def _check_files(json_file: Path | None, plot: Path | None) -> None:
