@@ -8,11 +8,13 @@
 #   make matrix        set up, then compile the kernels for every target into build/matrix (hours; narrow it with ARGS)
 #   make setup         the environment alone
 #
+# JOBS=4 runs the tests in so many processes (2 unless told); a file's tests stay in one.
 # PYTHON=python3.12 chooses the interpreter. Where it already has torch >= 2.11, that torch is used and left alone;
 # elsewhere the versions of constraints.txt are installed. VENV=path puts the environment elsewhere.
 
 PYTHON ?= python3
 VENV ?= .venv
+JOBS ?= 2
 PY := $(VENV)/bin/python
 
 .PHONY: setup demo test gpu-test sanitize lint matrix clean
@@ -27,7 +29,7 @@ demo: setup
 	$(PY) examples/generate.py $(ARGS)
 
 test: setup
-	$(PY) -m pytest -m "not gpu" $(ARGS)
+	$(PY) -m pytest -n $(JOBS) --dist loadfile -m "not gpu" $(ARGS)
 
 gpu-test: setup
 	$(PY) -m pytest -m gpu $(ARGS)
