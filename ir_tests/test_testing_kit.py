@@ -199,7 +199,7 @@ def test_lower_on_chooses_for_devices_that_are_not_there() -> None:
     assert there[0].tile
     assert [(n.op, n.kernel) for n in here] == [("write_and_attend", "cpp_write+cpp_attention")]
     forced = lower_on(H200, layer, *args, options={"kernel": "torch_attention"})
-    assert [n.kernel for n in forced] == ["torch_write+torch_attention"]
+    assert [n.kernel for n in forced] == ["triton_write+torch_attention"]
 
 
 def test_one_tensor_under_two_names_is_one_on_another_device() -> None:
