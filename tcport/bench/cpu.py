@@ -57,11 +57,11 @@ def decode(dtype: torch.dtype) -> None:
             runs["FlexAttention, compiled"] = nbytes, flex_decode(*arguments)
             dense = [c[table].flatten(1, 2).transpose(1, 2).contiguous() for c in (k, v)]
             runs["SDPA, dense KV"] = nbytes, lambda q=query, kv=dense: sdpa(q[:, :, None], kv[0], kv[1])
-    memory = torch.ones(128 << 20, dtype=torch.uint8)
-    runs |= {name: (memory.nbytes, read) for name, read in reads(memory).items()}
+    plain = reads(*arguments[1:3])
+    runs |= {name: (kv_bytes([32768], dtype), read) for name, read in plain.items()}
     times = medians({name: run for name, (_, run) in runs.items()})
     rates = {name: nbytes / times[name] / 1e9 for name, (nbytes, _) in runs.items()}
-    rates[READ] = max(rates.pop(name) for name in reads(memory))
+    rates[READ] = max(rates.pop(name) for name in plain)
     table_of(f"decode, {dtype}", {name: f"{rate:6.1f} GB/s" for name, rate in rates.items()}, rates, READ)
 
 
@@ -115,13 +115,17 @@ def write() -> None:
     table_of("kv_write, fp32", {name: f"{rate:6.1f} GB/s" for name, rate in rates.items()}, rates, "copy")
 
 
-def reads(memory: Tensor) -> dict[str, Callable[[], object]]:
-    """Ways of reading all of some memory once. The fastest is taken for what the memory can do.
+def reads(k_cache: Tensor, v_cache: Tensor) -> dict[str, Callable[[], object]]:
+    """Ways of reading head-major caches once, from end to end. The fastest is taken for what the memory can do.
 
     Both keep up with a loop of AVX-512 loads and prefetches; a sum of integers or of rows by a vector does not.
     """
-    doubles, floats = memory.view(torch.float64), memory.view(torch.float32)
-    return {"sum of doubles": doubles.sum, "maximum of floats": floats.amax}
+    caches = [cache.transpose(1, 2).flatten() for cache in (k_cache, v_cache)]
+    doubles, floats = ([cache.view(kind) for cache in caches] for kind in (torch.float64, torch.float32))
+    return {
+        "sum of doubles": lambda: [cache.sum() for cache in doubles],
+        "maximum of floats": lambda: [cache.amax() for cache in floats],
+    }
 
 
 def batch(lens: Sequence[int], dtype: torch.dtype, head_major: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
