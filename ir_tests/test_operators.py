@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import forward_ad
 
 import tcport
 from tcport.errors import DtypeError, UnsupportedFeatureError
@@ -166,6 +167,23 @@ class TestGradients:
         merged, _ = tcport.merge_states(out, torch.zeros(2, 3), out, torch.zeros(2, 3))
         with pytest.raises(UnsupportedFeatureError, match="tcport::merge_states"):
             merged.sum().backward()
+
+    def test_a_forward_derivative_is_refused(self, batch: dict[str, Any]) -> None:
+        """By the transform and by dual tensors; the result would have no tangent, which reads as zero."""
+
+        def attend(query: Tensor) -> Tensor:
+            return tcport.paged_attention(**{**batch, "query": query})
+
+        query = batch["query"]
+        with pytest.raises(UnsupportedFeatureError, match="tcport::paged_attention, which is for inference only"):
+            torch.func.jvp(attend, (query,), (torch.ones_like(query),))
+        with forward_ad.dual_level():
+            with pytest.raises(UnsupportedFeatureError, match="tcport::paged_attention"):
+                attend(forward_ad.make_dual(query, torch.ones_like(query)))
+            out, lse = torch.randn(2, 3, 4), forward_ad.make_dual(torch.zeros(2, 3), torch.ones(2, 3))
+            with pytest.raises(UnsupportedFeatureError, match="tcport::merge_states"):
+                tcport.merge_states(out, lse, out, torch.zeros(2, 3))
+            assert attend(query).shape == query.shape
 
     @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
     def test_nothing_is_recorded_outside_grad_mode(self, batch: dict[str, Any], mode: Any) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 from torch.library import Library
 
 from tcport.errors import UnsupportedFeatureError
@@ -35,6 +36,8 @@ def forbid_backward(library: Library, name: str) -> None:
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         below = keyset.remove(keyset.highestPriorityTypeId())
         values = (*args, *kwargs.values())
+        if any(isinstance(value, Tensor) and unpack_dual(value).tangent is not None for value in values):
+            raise _refusal(str(operator.name()))  # the result would silently have no tangent
         if torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in values):
             return _InferenceOnly.apply(operator, below, tuple(kwargs), *values)
         return operator.redispatch(below, *args, **kwargs)
@@ -64,7 +67,11 @@ class _InferenceOnly(torch.autograd.Function):
 
 
 def _raise(grad: Tensor, operator: str, size: list[int]) -> Tensor:
-    raise UnsupportedFeatureError(
+    raise _refusal(operator)
+
+
+def _refusal(operator: str) -> UnsupportedFeatureError:
+    return UnsupportedFeatureError(
         f"A gradient was asked for through {operator}, which is for inference only.",
         "Run the model under torch.inference_mode(), or train with torch's scaled_dot_product_attention.",
     )
