@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import cache_writes as models
 import pytest
@@ -251,3 +252,30 @@ def test_symbolic_offsets_of_views_are_kept() -> None:
     reference.kv_write(args[1] * 2, args[2], theirs[0], theirs[1], args[5])
     torch.compile(models.indexed, backend="tcport", dynamic=True)(ours, *args)
     assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("value_from", ["k_cache", "v_cache"])
+@pytest.mark.parametrize("slots", [[1, 2, 3, 4], [4, 3, 2, 1], [3, 0, -1, 1]], ids=str)
+@pytest.mark.parametrize("options", [None, {"level": "attention"}, {}], ids=["eager", "attention", "full"])
+def test_rows_of_the_cache_itself_move_to_other_slots(
+    options: dict[str, Any] | None, slots: list[int], value_from: str
+) -> None:
+    """Each slot gets what its source held before the call, though later sources are slots written earlier."""
+
+    def move(k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+        source = {"k_cache": k_cache, "v_cache": v_cache}[value_from]
+        tcport.kv_write(k_cache.flatten(0, 1)[:4], source.flatten(0, 1)[:4], k_cache, v_cache, slots)
+
+    caches = {"k_cache": torch.randn(3, 4, 2, 8), "v_cache": torch.randn(3, 4, 2, 8)}
+    before = {name: cache.clone().flatten(0, 1) for name, cache in caches.items()}
+    expected = {name: rows.clone() for name, rows in before.items()}
+    for row, slot in enumerate(slots):
+        if slot >= 0:
+            expected["k_cache"][slot] = before["k_cache"][row]
+            expected["v_cache"][slot] = before[value_from][row]
+
+    torch._dynamo.reset()
+    run = move if options is None else torch.compile(move, backend="tcport", fullgraph=True, options=options)
+    run(*caches.values(), torch.tensor(slots))
+    for name, cache in caches.items():
+        assert torch.equal(cache.flatten(0, 1), expected[name])

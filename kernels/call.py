@@ -92,9 +92,16 @@ class WriteCall:
     v_scale: Tensor | None = None
 
     @classmethod
-    def of(cls, *args: Tensor, **options: Any) -> WriteCall:
-        """The call behind the operator's own arguments."""
-        return cls(*args, **options)
+    def of(
+        cls, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, **options: Any
+    ) -> WriteCall:
+        """The call behind the operator's own arguments.
+
+        Rows that lie in a cache themselves (slots that are moved) are copied first: kernels write in no certain order.
+        """
+        caches = {cache.untyped_storage()._cdata for cache in (k_cache, v_cache)}
+        key, value = (rows.clone() if rows.untyped_storage()._cdata in caches else rows for rows in (key, value))
+        return cls(key, value, k_cache, v_cache, slot_mapping, **options)
 
 
 @dataclasses.dataclass(frozen=True)

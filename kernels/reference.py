@@ -131,7 +131,8 @@ def kv_write(
     """Write new keys and values into their cache slots, in place.
 
     Slot ``s`` is page ``s // page``, position ``s % page``. Rows whose slot is negative or beyond the cache are
-    skipped; rows of ``key`` beyond the slots are ignored. Which row a slot holds that was given twice is not specified.
+    skipped; rows of ``key`` beyond the slots are ignored. Rows may lie in a cache themselves: what is written is what
+    they held before the call. Which row a slot holds that was given twice is not specified.
     What is stored is ``x / scale``, computed in fp32 (in fp64 when the row or the cache is fp64) and rounded to the
     cache's dtype (int8 to nearest even; fp8 and int8 saturate).
 
@@ -143,6 +144,7 @@ def kv_write(
     """
     page_size = k_cache.shape[1]
     num_slots = k_cache.shape[0] * page_size
+    key, value = key.clone(), value.clone()
     for token, slot in enumerate(slot_mapping.tolist()):
         if 0 <= slot < num_slots:
             where = (slot // page_size, slot % page_size)

@@ -133,7 +133,8 @@ def kv_write(
     of them it holds. The stored values carry no gradient.
 
     Args:
-        key: ``[T, Hkv, Dqk]``, any float dtype, any strides.
+        key: ``[T, Hkv, Dqk]``, any float dtype, any strides; may be rows of a cache, which are read before any is
+            written.
         value: ``[T, Hkv, Dv]``, likewise.
         k_cache, v_cache: as in :func:`paged_attention`.
         slot_mapping: ``[S]`` int32 or int64, S <= T.
