@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -71,23 +72,28 @@ class GraphFacts:
             for storage in aliasing.storages(node)
         )
 
+    @functools.cached_property
+    def _open_sizes(self) -> tuple[torch.SymInt, ...]:
+        """One size of the graph for each expression that was open when it was first asked for."""
+        sizes = (size for node in self.nodes for size in _sizes_of(node) if isinstance(size, torch.SymInt))
+        return tuple({size.node.expr: size for size in sizes}.values())
+
     def fix(self, expr: Expr) -> bool:
         """Give the size symbols in ``expr`` their values of this trace, under a guard; False if they have none yet.
 
         A kernel is compiled for its head counts, head dims and page size; they never vary within a model, and are
         symbols only when everything was marked dynamic.
         """
-        for symbol in expr.free_symbols:
-            sizes = (size for node in self.nodes for size in _sizes_of(node))
-            size = next((s for s in sizes if isinstance(s, torch.SymInt) and s.node.expr == symbol), None)
+        symbols = expr.free_symbols
+        for symbol in symbols:
+            size = next((s for s in self._open_sizes if s.node.expr == symbol), None)
             if size is not None and size.node.has_hint():
                 int(size)
-        return not any(size_expr(s).free_symbols & expr.free_symbols for n in self.nodes for s in _sizes_of(n))
+        return not symbols or not any(size.node.expr.free_symbols & symbols for size in self._open_sizes)
 
     def holds(self, size: Expr) -> bool:
         """Whether ``size >= 0`` in this trace, under a guard by which torch compiles anew where it is not."""
-        sizes = [s for node in self.nodes for s in _sizes_of(node) if isinstance(s, torch.SymInt)]
-        known: dict[Any, Any] = {s.node.expr: s for s in sizes}
+        known: dict[Any, Any] = {s.node.expr: s for s in self._open_sizes}
         symbols = [known.get(symbol) for symbol in size.free_symbols]
         if not all(s is not None and s.node.has_hint() for s in symbols):
             return False
