@@ -236,3 +236,14 @@ def test_a_compile_that_fails_now_or_in_a_worker_names_its_kernel() -> None:
         with pytest.raises(RuntimeError, match="ptxas fatal") as caught:
             named(None, "attend", "its source").result()
         assert failed_kernel(caught.value) == ("attend", "its source")
+
+
+def test_a_layer_compiles_what_it_needs_and_nothing_else() -> None:
+    """Of the slots one loop, and the C++ kernels called from the graph as they are: no other link is built."""
+    probes = tcport.counters().get("probes", 0)
+    report = tcport.explain(serve, *new_tokens(), *state())
+    source = report.graphs[0].source
+    assert [n.kernel for n in report.nodes] == ["cpp_write+cpp_attention"]
+    assert source.count("async_compile.") == source.count("async_compile.cpp_pybinding(") + source.count(".wait(") == 2
+    assert source.count("tcport_cpu.paged_attention") == 1
+    assert tcport.counters().get("probes", 0) == probes

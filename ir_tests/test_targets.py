@@ -11,6 +11,7 @@ from tcport.device import DeviceProfile, catalogue_profile
 from tcport.ir import AttentionSpec, KVLayout, TileConfig
 from tcport.kernels.call import AttentionCall
 from tcport.kernels.offline import record
+from tcport.lowering import targets
 from tcport.lowering.candidate import Candidate, Verdict
 from tcport.lowering.launch_options import with_options
 from tcport.lowering.registry import register_lowering, select, unregister_lowering
@@ -87,6 +88,16 @@ def test_tiles_of_amd_and_intel_hold_whole_matrix_instructions() -> None:
             c for arch in archs for c in select("paged_attention", spec(), device(vendor, arch)).candidates
         ]:
             assert candidate.config is None or candidate.config.block_m >= 16
+
+
+@pytest.mark.parametrize(("version", "stages"), [("3.6.0", 3), ("3.7.1+rocm", 3), ("3.8.0", 4), ("3.10.0", 4)])
+def test_amd_has_no_four_stages_where_triton_does_not_build_them(
+    version: str, stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(targets, "triton_version", lambda: version)
+    for vendor, arch, most in (("amd", "gfx942", stages), ("amd", "gfx1100", stages), ("nvidia", "sm_80", 4)):
+        tiles = [c.config for c in select("paged_attention", spec(), device(vendor, arch)).candidates]
+        assert max(tile.num_stages for tile in tiles if isinstance(tile, TileConfig)) == most, arch
 
 
 def test_the_cpu_has_no_triton() -> None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from tcport.device import DeviceProfile
+from tcport.fingerprint import triton_version
 from tcport.ir import AttentionSpec, TileConfig
 
 Options = Mapping[str, Any]
@@ -98,7 +100,17 @@ def target_of(profile: DeviceProfile) -> Target:
 
 
 def refusal(target: Target, tile: TileConfig) -> str | None:
-    """Why a tile is not for a family: matrix instructions of AMD and Intel have 16 rows and columns, or divide 16."""
+    """Why a tile is not for a family: its matrix instructions do not fill it, or its compiler is known to fail.
+
+    Matrix instructions of AMD and Intel have 16 rows and columns, or divide 16. For AMD, Triton 3.6 builds no tile of
+    four stages ("'tt.load' op operation destroyed but still has uses", seen for gfx90a, gfx942 and gfx1100); 3.8 does.
+    """
     if target.vendor in ("amd", "intel") and (tile.block_m % 16 or tile.block_n % 16):
         return f"{tile.block_m}x{tile.block_n} is no multiple of the 16x16 matrix instruction"
+    if target.vendor == "amd" and tile.num_stages > 3 and _triton() < (3, 8):
+        return f"{tile.num_stages} stages: Triton {triton_version()} does not build them for AMD"
     return None
+
+
+def _triton() -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", triton_version())[:2]))
