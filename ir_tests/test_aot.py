@@ -48,7 +48,7 @@ class Attention(nn.Module):
 def arguments(lens: list[int]) -> tuple[Tensor, ...]:
     """Sequences of up to 8 keys on two pages each, the newest of which is to be written."""
     random = torch.Generator().manual_seed(len(lens))
-    k_cache, v_cache = torch.randn(2, 8, KV_HEADS, PAGE, DIM, generator=random).transpose(2, 3)
+    k_cache, v_cache = (torch.randn(8, KV_HEADS, PAGE, DIM, generator=random).transpose(1, 2) for _ in range(2))
     table = torch.randperm(8, generator=random)[: 2 * len(lens)].view(-1, 2)
     last = torch.tensor(lens) - 1
     slots = table[torch.arange(len(lens)), last // PAGE] * PAGE + last % PAGE

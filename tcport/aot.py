@@ -26,6 +26,9 @@ _KERNELS = {"paged_attention": "cpp_attention", "kv_write": "cpp_write"}
 def lower_exported(program: torch.export.ExportedProgram) -> dict[str, str]:
     """Replace the calls of tcport's operators on the CPU by calls of the C++ kernels, in place.
 
+    K and V cache must be tensors of their own: AOTInductor of torch 2.11 reads and writes past the second of two inputs
+    that share a storage, whichever operators use them.
+
     The process that runs the package loads :func:`kernel_library` first, with ``torch.ops.load_library`` or ``dlopen``.
 
     Returns:
