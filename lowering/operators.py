@@ -14,9 +14,11 @@ from tcport import fused_ops as fused_ops  # defines write_and_attend
 from tcport.device import DeviceProfile
 from tcport.functional_write import FunctionalWrite
 from tcport.kernels.call import AttentionCall, MergeCall, WriteAndAttendCall, WriteCall
+from tcport.kernels.rope import RopeWriteCall
 from tcport.lowering.candidate import Selection
 from tcport.lowering.foreign import ForeignCall, chain_of, foreign_spec, overload_of
 from tcport.lowering.registry import Kernels, registered_operators, select
+from tcport.lowering.rope_and_write import rope_write_spec, select_rope
 from tcport.lowering.spec import attention_spec, merge_spec, write_and_attend_spec, write_spec
 from tcport.lowering.write_and_attend import select_both
 
@@ -67,7 +69,8 @@ PAGED_ATTENTION = Operator("paged_attention", AttentionCall.of, attention_spec)
 KV_WRITE = Operator("kv_write", WriteCall.of, write_spec)
 WRITE_AND_ATTEND = Operator("write_and_attend", WriteAndAttendCall.of, write_and_attend_spec, select_both)
 MERGE_STATES = Operator("merge_states", MergeCall.of, merge_spec)
-OPERATORS = (PAGED_ATTENTION, KV_WRITE, WRITE_AND_ATTEND, MERGE_STATES)
+ROPE_AND_WRITE = Operator("rope_and_write", RopeWriteCall.of, rope_write_spec, select_rope)
+OPERATORS = (PAGED_ATTENTION, KV_WRITE, WRITE_AND_ATTEND, MERGE_STATES, ROPE_AND_WRITE)
 
 
 def all_operators() -> tuple[Operator, ...]:

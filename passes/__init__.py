@@ -2,6 +2,7 @@
 
 from tcport.passes import (  # noqa: F401  (importing them registers the passes)
     fuse_add_rms_norm,
+    fuse_rope_write,
     fuse_silu_mul,
     merge_kv_write,
     select_tiles,

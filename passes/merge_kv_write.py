@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from tcport.functional_write import FunctionalWrite, is_view, memory_of
+from tcport.functional_write import FunctionalWrite, is_view, memory_of, named_arguments, written_by
 from tcport.fused_ops import WRITE_ARGUMENTS
 from tcport.graph_facts import has_values
 from tcport.graph_pass import PassContext, register_pass
@@ -39,8 +39,8 @@ def merge_kv_write(graph: torch.fx.Graph, ctx: PassContext) -> int:
     for node in list(graph.nodes):
         if node.target is not torch.ops.tcport.paged_attention.default:
             continue
-        arguments = _named_arguments(node)
-        write = _written_by(arguments["k_cache"])
+        arguments = named_arguments(node)
+        write = written_by(arguments["k_cache"])
         if write is None:
             continue
         reason = _obstacle(write, node, arguments)
@@ -110,15 +110,6 @@ def _merge(
     return merged
 
 
-def _written_by(cache: torch.fx.Node) -> FunctionalWrite | None:
-    """The ``kv_write`` whose new version of a base this is a view of."""
-    base = memory_of(cache)
-    if base.target is not operator.getitem:
-        return None
-    write = FunctionalWrite.of(base.args[0], torch.ops.tcport.kv_write.default)  # type: ignore[arg-type]
-    return write if write is not None and base.args[1] >= write.num_results else None  # type: ignore[operator]
-
-
 def _views(write: torch.fx.Node) -> list[torch.fx.Node]:
     """The new bases of a write and every view of them, in the graph's order."""
     found = {user for user in write.users if user.target is operator.getitem}
@@ -133,13 +124,6 @@ def _readers(write: torch.fx.Node) -> list[torch.fx.Node]:
     """The nodes that read what a write has written."""
     views = _views(write)
     return [user for view in views for user in view.users if user not in views]
-
-
-def _named_arguments(node: torch.fx.Node) -> dict[str, Any]:
-    """Every argument of the node's operator by name, its defaults included."""
-    schema = node.target._schema.arguments  # type: ignore[union-attr]
-    positional = dict(zip((argument.name for argument in schema), node.args, strict=False))
-    return {a.name: node.kwargs.get(a.name, positional.get(a.name, a.default_value)) for a in schema}
 
 
 def _run(overload: Any, *args: Any) -> Any:

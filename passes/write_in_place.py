@@ -1,7 +1,7 @@
 """write_in_place: write into the caller's cache itself, not into a copy of it.
 
 Rules:
-    1. The functional form of a ``kv_write`` or ``write_and_attend`` becomes the operator itself.
+    1. The functional form of a ``kv_write``, ``write_and_attend`` or ``rope_and_write`` becomes the operator itself.
     2. It writes to a base itself where the base is (a view of) a graph input that the graph copies the result back into
        at its end, and where from the write on nothing reads the input as it was before: no view of it, no other
        argument of the write, no other base.
@@ -36,7 +36,7 @@ _COPY = torch.ops.aten.copy_.default
 @register_pass(name="write_in_place", stage="inplace")
 def write_in_place(graph: torch.fx.Graph, ctx: PassContext) -> int:
     """Rewrite every write; returns their number."""
-    ops = (torch.ops.tcport.kv_write.default, torch.ops.tcport.write_and_attend.default)
+    ops = [getattr(torch.ops.tcport, name).default for name in ("kv_write", "write_and_attend", "rope_and_write")]
     rewritten = 0
     for node in list(graph.nodes):
         write = FunctionalWrite.of(node, *ops)
@@ -119,9 +119,10 @@ def _rewrite(graph: torch.fx.Graph, write: FunctionalWrite, cloned: set[int]) ->
         in_place.meta["val"] = derive(in_place)
         if "tcport" in write.node.meta:
             in_place.meta["tcport"] = write.node.meta["tcport"]
-        for number in range(len(write.op._schema.returns)):
+        count = len(write.op._schema.returns)
+        for number in range(count):
             if (old := write.result(number)) is not None:
-                old.replace_all_uses_with(call(operator.getitem, in_place, number))
+                old.replace_all_uses_with(call(operator.getitem, in_place, number) if count > 1 else in_place)
                 graph.erase_node(old)
     for index, base in enumerate(bases):
         if (new := write.new_base(index)) is not None:

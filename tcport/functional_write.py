@@ -129,5 +129,21 @@ def memory_of(node: torch.fx.Node) -> torch.fx.Node:
             return node
 
 
+def written_by(cache: torch.fx.Node) -> FunctionalWrite | None:
+    """The ``kv_write`` whose new version of a base this is a view of."""
+    base = memory_of(cache)
+    if base.target is not operator.getitem:
+        return None
+    write = FunctionalWrite.of(base.args[0], torch.ops.tcport.kv_write.default)  # type: ignore[arg-type]
+    return write if write is not None and base.args[1] >= write.num_results else None  # type: ignore[operator]
+
+
+def named_arguments(node: torch.fx.Node) -> dict[str, Any]:
+    """Every argument of the node's operator by name, its defaults included."""
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    positional = dict(zip((argument.name for argument in schema), node.args, strict=False))
+    return {a.name: node.kwargs.get(a.name, positional.get(a.name, a.default_value)) for a in schema}
+
+
 def _run(overload: Any, *args: Any) -> Any:
     return overload(*torch.fx.map_arg(args, lambda n: n.meta["val"]))

@@ -23,7 +23,9 @@ def innermost(node: torch.fx.Node) -> torch.fx.Node:
 
 
 def passes_on(node: torch.fx.Node) -> bool:
-    """Whether a node only hands on what it was given: a view, or a cast or dropout that does nothing."""
+    """Whether a node only hands on what it was given: a view or a part of one, a cast or dropout that does nothing."""
+    if node.target is operator.getitem and is_view(node.args[0]):  # type: ignore[arg-type]
+        return True
     return is_view(node) or innermost(node) is not node or (_is_dropout(node) and bool(node.args[1] == 0))
 
 

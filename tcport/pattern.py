@@ -65,7 +65,8 @@ def tensor(dims: str = "...", dtypes: torch.dtype | Sequence[torch.dtype] | None
 
     Args:
         dims: its dimensions by name, ``"tokens heads dim"``; a name that several wildcards bear is one size. A leading
-            ``...`` stands for any number of dimensions, the same ones wherever it is written.
+            ``...`` stands for any number of dimensions, the same ones wherever it is written; a leading ``*`` for any
+            that broadcast. ``2d`` is twice the size called ``d``.
         dtypes: the dtypes it may have. None: fp32, fp16 or bf16, the same one for every such wildcard of a pattern.
     """
     given = (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes or ())
@@ -99,6 +100,8 @@ class Engine(Protocol):
     """Finds and replaces patterns; ``tcport.pattern_engine`` has the one over Inductor's matcher."""
 
     def rewrite(self, pattern: Pattern, graph: torch.fx.Graph, ctx: PassContext) -> int: ...
+
+    def find(self, pattern: Pattern, node: torch.fx.Node) -> Any: ...
 
     def python(self, pattern: Pattern, dtype: torch.dtype) -> str: ...
 
@@ -156,6 +159,13 @@ class Pattern:
     def rewrite(self, graph: torch.fx.Graph, ctx: PassContext) -> int:
         """Replace every match; returns their number. What looks like a match and is left is told to ``ctx``."""
         return self._engine().rewrite(self, graph, ctx)
+
+    def find(self, node: torch.fx.Node) -> Any:
+        """The match whose last result a node computes, a :class:`tcport.pattern_match.Found`.
+
+        A string says why what looks like a match is none; None: it does not look like one.
+        """
+        return self._engine().find(self, node)
 
     def python(self, dtype: torch.dtype = torch.float32) -> str:
         """The pattern as readable Python, one section a spelling, as traced with tensors of a dtype."""

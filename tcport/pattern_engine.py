@@ -15,7 +15,7 @@ from tcport.errors import PatternError
 from tcport.graph_pass import PassContext
 from tcport.pass_values import agree, facts, fake_mode
 from tcport.pattern import Bindings, Pattern, Wildcard, use_engine
-from tcport.pattern_match import Found, insert, misfit, results, used_elsewhere, written_between
+from tcport.pattern_match import Found, insert, misfit, multiple, results, used_elsewhere, written_between
 
 
 class InductorEngine:
@@ -33,6 +33,12 @@ class InductorEngine:
                 ctx.leave(node, found)
             count += found is True
         return count
+
+    def find(self, pattern: Pattern, node: torch.fx.Node) -> Found | str | None:
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor) or value.dtype not in pattern.dtypes():
+            return None
+        return _find(pattern, _shapes(pattern, value.dtype), node)
 
     def python(self, pattern: Pattern, dtype: torch.dtype) -> str:
         sections = []
@@ -87,7 +93,10 @@ def _shape(pattern: Pattern, spelling: Callable[..., Any], dtype: torch.dtype) -
 def _example(wildcard: Wildcard, dtype: torch.dtype, sizes: dict[str, int]) -> torch.Tensor:
     """A tensor of the wildcard's rank; sizes are even, for patterns that take halves, and differ."""
     dims = [d for name in wildcard.dims or () for d in (("...0", "...1") if name == "..." else (name,))]
-    shape = [sizes.setdefault(d, 6 + 4 * len(sizes)) for d in dims]
+    shape = []
+    for name in dims:
+        factor, dim = multiple(name)
+        shape += [factor * sizes.setdefault(dim, 6 + 4 * len(sizes))] if name != "*" else []
     return torch.empty(shape, dtype=wildcard.dtypes[0] if wildcard.dtypes else dtype)
 
 

@@ -38,19 +38,29 @@ def misfit(pattern: Pattern, bindings: Bindings) -> str | None:
             return f"{name} is {_dtype(value.dtype)}, not {' or '.join(map(_dtype, allowed))}"
         if not wildcard.dtypes:
             shared.setdefault(value.dtype, name)
-        named = [dim for dim in wildcard.dims if dim != "..."]
-        if value.dim() < len(named) or (value.dim() > len(named) and "..." not in wildcard.dims):
+        named = [dim for dim in wildcard.dims if dim not in ("...", "*")]
+        if value.dim() < len(named) or (value.dim() > len(named) and len(named) == len(wildcard.dims)):
             return f"{name} has {value.dim()} dimensions, not {' '.join(wildcard.dims)!r}"
         rest = value.dim() - len(named)
         shape = dict(zip(named, value.shape[rest:], strict=True))
         if "..." in wildcard.dims:
             shape["..."] = list(value.shape[:rest])
-        for dim, size in shape.items():
+        for given, size in shape.items():
+            factor, dim = multiple(given)
+            if factor > 1 and not statically_known_true(size % factor == 0):
+                return f"{name} has {given}={size}"
+            size = size // factor if factor > 1 else size
             if not _is_same(sizes.setdefault(dim, size), size):
                 return f"{name} has {dim}={size}, another wildcard {sizes[dim]}"
     if len(shared) > 1:
         return " but ".join(f"{name} is {_dtype(dtype)}" for dtype, name in shared.items())
     return None
+
+
+def multiple(dim: str) -> tuple[int, str]:
+    """``"2d"`` as ``(2, "d")``."""
+    name = dim.lstrip("0123456789")
+    return int(dim.removesuffix(name) or 1), name
 
 
 def _is_same(a: Any, b: Any) -> bool:
@@ -62,7 +72,7 @@ def _is_same(a: Any, b: Any) -> bool:
 def used_elsewhere(found: Found) -> str | None:
     place = {node: number for number, node in enumerate(found.bindings.root.graph.nodes)}
     for node in found.inner:
-        user = _outside_user(node, found.inner)
+        user = outside_user(node, found.inner)
         if user is None or node is found.bindings.root:
             continue
         if node not in found.outputs:
@@ -72,14 +82,14 @@ def used_elsewhere(found: Found) -> str | None:
     return None
 
 
-def _outside_user(node: torch.fx.Node, inner: Sequence[torch.fx.Node]) -> torch.fx.Node | None:
+def outside_user(node: torch.fx.Node, inner: Sequence[torch.fx.Node]) -> torch.fx.Node | None:
     """A user that is no part of the match, behind views of it if need be."""
     for user in node.users:
         if user in inner or _is_dead(user):
             continue
         if not passes_on(user):
             return user
-        if (behind := _outside_user(user, inner)) is not None:
+        if (behind := outside_user(user, inner)) is not None:
             return behind
     return None
 

@@ -1,0 +1,71 @@
+"""The Triton kernel of ``rope_and_write``: in the interpreter, compiled for GPUs that are not here, and on one."""
+
+from __future__ import annotations
+
+import pytest
+import rope_kernel_checks
+import torch
+from subprocess_results import run_in_subprocess
+from torch import Tensor
+
+from tcport.errors import ShapeError
+from tcport.kernels.call import WriteCall
+from tcport.kernels.rope import RopeWriteCall, rotated
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, str]:
+    return run_in_subprocess("rope_kernel_checks", "interpreted", TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, str]:
+    return run_in_subprocess("rope_kernel_checks", "compiled")
+
+
+@pytest.mark.parametrize("name", rope_kernel_checks.interpreted())
+def test_agrees_with_the_definition(interpreted: dict[str, str], name: str) -> None:
+    assert interpreted[name] == ""
+
+
+@pytest.mark.parametrize("name", rope_kernel_checks.compiled())
+def test_compiles(compiled: dict[str, str], name: str) -> None:
+    assert compiled[name] == ""
+
+
+@pytest.mark.parametrize("name", rope_kernel_checks.CASES)
+def test_the_operator_agrees_with_the_definition(name: str) -> None:
+    rope_kernel_checks.check(rope_kernel_checks.problem(torch.float32, *rope_kernel_checks.CASES[name]), operator)
+
+
+def operator(call: RopeWriteCall) -> Tensor:
+    options = {name: getattr(call, name) for name in ("cos", "sin", "q_weight", "k_weight", "eps", "interleaved")}
+    return torch.ops.tcport.rope_and_write(call.query, **vars(call.write), **options)
+
+
+def test_the_definition_on_numbers_worked_out_by_hand() -> None:
+    """A quarter turn takes the pair (1, 2) to (-2, 1); the norm of (3, 4, 0, 0) divides by 2.5."""
+    query = torch.tensor([[[1.0, 10.0, 2.0, 20.0]]])
+    write = WriteCall(query, query, *torch.zeros(2, 1, 1, 1, 4), torch.tensor([0]))
+    zero, one = torch.zeros(1, 4), torch.ones(1, 4)
+    assert rotated(RopeWriteCall(query, write, zero, one))[0].tolist() == [[[-2.0, -20.0, 1.0, 10.0]]]
+    pairs = RopeWriteCall(query, write, zero[:, :2], one[:, :2], interleaved=True)
+    assert rotated(pairs)[0].tolist() == [[[-10.0, 1.0, -20.0, 2.0]]]
+    call = RopeWriteCall(torch.tensor([[[3.0, 4.0, 0.0, 0.0]]]), write, one, zero, one[0] * 5, one[0])
+    torch.testing.assert_close(rotated(call)[0], torch.tensor([[[6.0, 8.0, 0.0, 0.0]]]))
+
+
+def test_tables_of_another_size_are_refused() -> None:
+    call = rope_kernel_checks.problem(torch.float32, 64, False, False, False)
+    with pytest.raises(ShapeError, match=r"cos is \[5, 32\] for 5 tokens of head dim 64.*\[5, 64\]"):
+        torch.ops.tcport.rope_and_write(call.query, cos=call.cos[:, :32], sin=call.sin[:, :32], **vars(call.write))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", rope_kernel_checks.CASES)
+@pytest.mark.parametrize("dtype", rope_kernel_checks.TOLERANCE)
+def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    from tcport.kernels.triton_rope import rope_and_write
+
+    call = rope_kernel_checks.problem(dtype, *rope_kernel_checks.CASES[name], "cuda")
+    rope_kernel_checks.check(call, lambda call: rope_and_write(call, lambda kernel: kernel))

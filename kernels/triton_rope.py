@@ -1,0 +1,174 @@
+"""Query-key norm, rotary embedding and cache write in one kernel; meaning in :mod:`tcport.kernels.rope`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tcport.kernels.call import Launcher
+from tcport.kernels.rope import RopeWriteCall
+from tcport.kernels.triton_arguments import padded, strides
+
+
+def rope_and_write(call: RopeWriteCall, launch: Launcher) -> Tensor:
+    """One program per token and head: of the query, into the result; of key and value, into the caches."""
+    query, write = call.query, call.write
+    tokens, query_heads, dim = query.shape[0], int(query.shape[1]), int(query.shape[2])
+    heads, value_dim = int(write.k_cache.shape[2]), int(write.v_cache.shape[3])
+    out = torch.empty((tokens, query_heads, dim), dtype=query.dtype, device=query.device)
+    launch(rope_and_write_kernel)[(torch.sym_max(tokens, 1), query_heads + heads)](
+        query=query,
+        key=write.key,
+        value=write.value,
+        cos=call.cos,
+        sin=call.sin,
+        q_weight=call.q_weight,
+        k_weight=call.k_weight,
+        out=out,
+        k_cache=write.k_cache,
+        v_cache=write.v_cache,
+        slot_mapping=write.slot_mapping,
+        eps=float(call.eps),
+        tokens=tokens,
+        num_slots=write.slot_mapping.shape[0],
+        num_pages=write.k_cache.shape[0],
+        slot_stride=write.slot_mapping.stride(0),
+        **strides("query", query, ("token", "head", "dim")),
+        **strides("key", write.key, ("token", "head", "dim")),
+        **strides("value", write.value, ("token", "head", "dim")),
+        **strides("cos", call.cos, ("token", "dim")),
+        **strides("sin", call.sin, ("token", "dim")),
+        q_weight_stride=0 if call.q_weight is None else call.q_weight.stride(0),
+        k_weight_stride=0 if call.k_weight is None else call.k_weight.stride(0),
+        **strides("k", write.k_cache, ("page", "token", "head", "dim")),
+        **strides("v", write.v_cache, ("page", "token", "head", "dim")),
+        QUERY_HEADS=query_heads,
+        PAGE_SIZE=int(write.k_cache.shape[1]),
+        HALF=dim // 2,
+        DIM_V=value_dim,
+        BLOCK_HALF=padded(dim // 2),
+        BLOCK_V=padded(value_dim),
+        INTERLEAVED=call.interleaved,
+        num_warps=1,
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["tokens", "num_slots", "num_pages", "slot_stride"])
+def rope_and_write_kernel(
+    query,
+    key,
+    value,
+    cos,
+    sin,
+    q_weight,
+    k_weight,
+    out,
+    k_cache,
+    v_cache,
+    slot_mapping,
+    eps,
+    tokens,
+    num_slots,
+    num_pages,
+    slot_stride,
+    query_stride_token,
+    query_stride_head,
+    query_stride_dim,
+    key_stride_token,
+    key_stride_head,
+    key_stride_dim,
+    value_stride_token,
+    value_stride_head,
+    value_stride_dim,
+    cos_stride_token,
+    cos_stride_dim,
+    sin_stride_token,
+    sin_stride_dim,
+    q_weight_stride,
+    k_weight_stride,
+    k_stride_page,
+    k_stride_token,
+    k_stride_head,
+    k_stride_dim,
+    v_stride_page,
+    v_stride_token,
+    v_stride_head,
+    v_stride_dim,
+    QUERY_HEADS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HALF: tl.constexpr,
+    DIM_V: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
+    cos_row, sin_row = cos + token * cos_stride_token, sin + token * sin_stride_token
+    if head < QUERY_HEADS:
+        source = query + token * query_stride_token + head * query_stride_head
+        target = out + (token * QUERY_HEADS + head) * (2 * HALF)
+        _rotate_row(
+            source, query_stride_dim, target, 1, cos_row, cos_stride_dim, sin_row, sin_stride_dim, q_weight,
+            q_weight_stride, eps, token < tokens, HALF, BLOCK_HALF, INTERLEAVED,
+        )  # fmt: skip
+    else:
+        head -= QUERY_HEADS
+        slot = tl.load(slot_mapping + token * slot_stride, mask=token < num_slots, other=-1).to(tl.int64)
+        # Padding is -1; division would round it into the cache, so it is sorted out before it is divided.
+        valid = (slot >= 0) & (slot < tl.cast(num_pages, tl.int64) * PAGE_SIZE) & (token < tokens)
+        page, offset = slot // PAGE_SIZE, slot % PAGE_SIZE
+        source = key + token * key_stride_token + head * key_stride_head
+        target = k_cache + page * k_stride_page + offset * k_stride_token + head * k_stride_head
+        _rotate_row(
+            source, key_stride_dim, target, k_stride_dim, cos_row, cos_stride_dim, sin_row, sin_stride_dim, k_weight,
+            k_weight_stride, eps, valid, HALF, BLOCK_HALF, INTERLEAVED,
+        )  # fmt: skip
+        dim = tl.arange(0, BLOCK_V).to(tl.int64)
+        mask = dim < tl.where(valid, DIM_V, 0)
+        row = value + token * value_stride_token + head * value_stride_head
+        stored = tl.load(row + dim * value_stride_dim, mask=mask, other=0.0)
+        target = v_cache + page * v_stride_page + offset * v_stride_token + head * v_stride_head
+        tl.store(target + dim * v_stride_dim, stored.to(v_cache.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _rotate_row(
+    source,
+    source_stride,
+    target,
+    target_stride,
+    cos,
+    cos_stride,
+    sin,
+    sin_stride,
+    weight,
+    weight_stride,
+    eps,
+    valid,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """One head's row; ``first`` and ``second`` are the two components of its pairs."""
+    pair = tl.arange(0, BLOCK).to(tl.int64)
+    mask = pair < tl.where(valid, HALF, 0)
+    first, second = (pair * 2, pair * 2 + 1) if INTERLEAVED else (pair, pair + HALF)
+    a = tl.load(source + first * source_stride, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(source + second * source_stride, mask=mask, other=0.0).to(tl.float32)
+    if weight is not None:
+        scale = 1.0 / tl.sqrt_rn(tl.sum(a * a + b * b) / (2 * HALF) + eps)
+        a *= scale * tl.load(weight + first * weight_stride, mask=mask, other=0.0).to(tl.float32)
+        b *= scale * tl.load(weight + second * weight_stride, mask=mask, other=0.0).to(tl.float32)
+    cos_a = tl.load(cos + pair * cos_stride, mask=mask, other=0.0).to(tl.float32)
+    sin_a = tl.load(sin + pair * sin_stride, mask=mask, other=0.0).to(tl.float32)
+    if INTERLEAVED:
+        cos_b, sin_b = cos_a, sin_a
+    else:
+        cos_b = tl.load(cos + second * cos_stride, mask=mask, other=0.0).to(tl.float32)
+        sin_b = tl.load(sin + second * sin_stride, mask=mask, other=0.0).to(tl.float32)
+    tl.store(target + first * target_stride, (a * cos_a - b * sin_a).to(target.dtype.element_ty), mask=mask)
+    tl.store(target + second * target_stride, (b * cos_b + a * sin_b).to(target.dtype.element_ty), mask=mask)
