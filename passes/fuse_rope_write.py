@@ -111,11 +111,10 @@ def _keeps_heads(view: torch.fx.Node) -> bool:
     """Whether a view moves whole rows of the last dimension."""
     if view.target not in _VIEWS or not (is_view(view) or view.target is operator.getitem):
         return False
-    source, result = (n.meta.get("val") for n in (view.args[0], view))  # type: ignore[union-attr]
-    tensors = [t for v in (source, result) for t in (v if isinstance(v, (tuple, list)) else (v,))]
-    return all(isinstance(t, torch.Tensor) and t.dim() > 0 for t in tensors) and (
-        len({(t.shape[-1], t.stride(-1)) for t in tensors}) == 1
-    )
+    values = [n.meta.get("val") for n in (view.args[0], view)]  # type: ignore[union-attr]
+    tensors = [t for v in values for t in (v if isinstance(v, (tuple, list)) else (v,))]
+    rows = {(t.shape[-1], t.stride(-1)) if isinstance(t, torch.Tensor) and t.dim() else None for t in tensors}
+    return len(rows) == 1 and None not in rows
 
 
 def _obstacle(
