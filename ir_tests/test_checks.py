@@ -151,6 +151,87 @@ BAD: list[tuple[Callable[..., Any], Arguments, type[TcportError], str]] = [
     (tcport.paged_attention, attention(**caches(torch.int8), k_scale=1.0), ArgumentError, "v_scale is missing"),
     (tcport.paged_attention, attention(out=torch.empty(7, 6, 16)), ShapeError, "dimension 2: 16 and 12"),
     (tcport.paged_attention, attention(out=torch.empty(7, 6, 12).half()), DtypeError, "out has dtype torch.float16"),
+    (tcport.paged_attention, attention(out=torch.empty(7, 72)), ShapeError, "out has shape [7, 72]"),
+    (
+        tcport.paged_attention,
+        attention(out=torch.empty(7, 6, 12, device="meta")),
+        DeviceMismatchError,
+        "query on cpu, out on meta",
+    ),
+    (
+        tcport.paged_attention,
+        attention(out=torch.empty(1, 6, 12).expand(7, -1, -1)),
+        ArgumentError,
+        "out has shape [7, 6, 12] with strides [0, 12, 1]",
+    ),
+    (
+        tcport.paged_attention,
+        attention(v_cache=torch.tensor(1.0), out=torch.empty(7, 6, 12)),
+        ShapeError,
+        "v_cache has shape []",
+    ),
+    (tcport.shared_prefix_attention, attention(shared_pages=-1), ArgumentError, "shared_pages is -1"),
+    (tcport.shared_prefix_attention, attention(shared_pages=4), ArgumentError, "shared_pages is 4; block_table has 3"),
+    (
+        tcport.shared_prefix_attention,
+        attention(shared_pages=1, block_table=torch.zeros(SEQS).int()),
+        ShapeError,
+        "block_table has shape [5]",
+    ),
+    (
+        tcport.shared_prefix_attention,
+        attention(shared_pages=1, block_table=torch.tensor(0)),
+        ShapeError,
+        "block_table has shape []",
+    ),
+    (
+        tcport.shared_prefix_attention,
+        attention(shared_pages=1, k_cache=torch.randn(9)),
+        ShapeError,
+        "k_cache has shape [9]",
+    ),
+    (
+        tcport.shared_prefix_attention,
+        attention(shared_pages=1, seq_lens=torch.ones(SEQS).bool()),
+        DtypeError,
+        "seq_lens has dtype torch.bool",
+    ),
+    (
+        tcport.shared_prefix_attention,
+        attention(shared_pages=1, seq_lens=torch.tensor(3)),
+        ShapeError,
+        "seq_lens has shape []",
+    ),
+    (
+        tcport.shared_prefix_attention,
+        attention(shared_pages=1, query=torch.tensor(3.0)),
+        ShapeError,
+        "query has shape []",
+    ),
+    (
+        tcport.shared_prefix_attention,
+        attention(shared_pages=1, seq_lens=torch.full((SEQS,), 3, device="meta")),
+        DeviceMismatchError,
+        "seq_lens on meta",
+    ),
+    (
+        tcport.shared_prefix_attention,
+        attention(shared_pages=1, cu_seqlens_q=torch.tensor([0, 7])),
+        ShapeError,
+        "cu_seqlens_q has 2 entries",
+    ),
+    (
+        tcport.kv_write,
+        write(k_cache=torch.zeros(1, PAGE, KV_HEADS, K_DIM).expand(PAGES, -1, -1, -1)),
+        ArgumentError,
+        "k_cache has shape [9, 4, 2, 16] with strides [0, 32, 16, 1]",
+    ),
+    (
+        tcport.kv_write,
+        write(v_cache=torch.zeros(PAGES, PAGE, 1, V_DIM).expand(-1, -1, KV_HEADS, -1)),
+        ArgumentError,
+        "elements share memory",
+    ),
     (tcport.kv_write, write(key=torch.randn(7, 32)), ShapeError, "key has shape [7, 32]"),
     (tcport.kv_write, write(slot_mapping=torch.zeros(7, 1).int()), ShapeError, "slot_mapping has shape [7, 1]"),
     (tcport.kv_write, write(value=torch.randn(6, 2, 12)), ShapeError, "number of tokens: 7 and 6"),
@@ -201,6 +282,35 @@ def test_real_and_fake_refuse_alike(
     with FakeTensorMode(shape_env=ShapeEnv()) as mode, pytest.raises(error) as symbolic:
         operator(**fake_arguments(arguments, mode, dynamic=True))
     assert type(symbolic.value) is error
+
+
+COMPILED = [
+    case
+    for case in BAD
+    if case[0] is tcport.shared_prefix_attention or "out" in case[1] or "share memory" in case[3] or "ratio" in case[3]
+]
+
+
+@pytest.mark.parametrize(("operator", "arguments", "error", "message"), COMPILED)
+def test_compiled_code_refuses_alike(
+    operator: Callable[..., Any], arguments: Arguments, error: type[TcportError], message: str
+) -> None:
+    """What Python code refuses beside the operators; for these, see ``test_backend.py``."""
+    with pytest.raises(error) as real:
+        operator(**arguments)
+    compiled = torch.compile(operator, backend="tcport", fullgraph=True)
+    with pytest.raises(error) as refused:
+        compiled(**arguments)
+    assert str(refused.value) == str(real.value)
+
+
+def test_out_has_the_dtype_that_autocast_gives_the_result() -> None:
+    arguments = attention(**caches(torch.bfloat16))
+    right = torch.empty(TOKENS, Q_HEADS, V_DIM, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert tcport.paged_attention(**arguments, out=right) is right
+        with pytest.raises(DtypeError, match="out has dtype torch.float32; allowed: torch.bfloat16"):
+            tcport.paged_attention(**arguments, out=right.float())
 
 
 @pytest.mark.parametrize("name", ["key", "value", "k_cache", "slot_mapping", "k_scale"])

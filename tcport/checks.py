@@ -16,6 +16,7 @@ from tcport.requirements import (
     require_dtype,
     require_finite,
     require_one_device,
+    require_places_of_its_own,
     require_rank,
     sizes,
 )
@@ -184,6 +185,8 @@ def check_kv_write(
         v_scale=v_scale,
     )
     _caches(k_cache, v_cache, k_scale, v_scale)
+    require_places_of_its_own("k_cache", k_cache)
+    require_places_of_its_own("v_cache", v_cache)
     require_agreement(
         "key", key.shape[0], "value", value.shape[0], "the number of tokens", "Pass the same tokens in both."
     )
@@ -225,18 +228,47 @@ def check_merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tenso
         require_agreement("out_a", size_out, "lse_a", size_lse, f"dimension {dim}", remedy)
 
 
-def check_out(out: Tensor, query: Tensor, v_cache: Tensor) -> None:
-    """Refuse an ``out=`` tensor that cannot hold the result ``[T, Hq, Dv]`` in the query's dtype.
+def check_out(out: Tensor, query: Tensor, v_cache: Tensor, dtype: torch.dtype) -> None:
+    """Refuse an ``out=`` tensor that cannot hold the result ``[T, Hq, Dv]``, which has this dtype.
 
     Raises:
-        ShapeError, DtypeError, DeviceMismatchError: as :func:`check_paged_attention`.
+        ShapeError, DtypeError, DeviceMismatchError, ArgumentError: as :func:`check_paged_attention`.
     """
+    if query.dim() != 3 or v_cache.dim() != 4:
+        return  # what the call itself is refused for
     require_rank("out", out, "[tokens, query heads, value head dim]")
-    require_dtype("out", out, (query.dtype,), "Allocate it in the dtype of the query.")
+    require_dtype("out", out, (dtype,), "Allocate it in the dtype of the result: the query's, under autocast its own.")
     require_one_device(query=query, out=out)
     remedy = "Allocate out as [tokens, query heads, value head dim]."
     for dim, (given, wanted) in enumerate(zip(out.shape, (*query.shape[:2], v_cache.shape[-1]), strict=True)):
         require_agreement("out", given, "the result", wanted, f"dimension {dim}", remedy)
+    require_places_of_its_own("out", out)
+
+
+def out_fits(out: Tensor, query: Tensor, v_cache: Tensor, dtype: torch.dtype) -> bool:
+    """Whether :func:`check_out` passes, as a value: Dynamo traces a comparison where it cannot trace a refusal."""
+    if query.dim() != 3 or v_cache.dim() != 4 or out.dim() != 3 or out.dtype != dtype or out.device != query.device:
+        return False
+    if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
+        return False
+    return tuple(out.shape) == (query.shape[0], query.shape[1], v_cache.shape[3])
+
+
+def check_shared_pages(block_table: Tensor, shared_pages: int) -> None:
+    """Refuse a number of common pages that the table does not have.
+
+    Raises:
+        ArgumentError: ``shared_pages`` is not between 0 and the columns of the table.
+    """
+    if block_table.dim() == 2:  # else the call itself is refused for it
+        columns = block_table.shape[1]
+        require(
+            (shared_pages >= 0) & (shared_pages <= columns),
+            lambda: ArgumentError(
+                f"shared_pages is {shared_pages}; block_table has {columns} columns.",
+                "Give the number of common pages.",
+            ),
+        )
 
 
 def _caches(k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> None:

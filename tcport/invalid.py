@@ -62,4 +62,6 @@ _CHECKS: dict[Any, Callable[..., Any]] = {
     torch.ops.tcport.paged_attention: checks.check_paged_attention,
     torch.ops.tcport.kv_write: checks.check_kv_write,
     torch.ops.tcport.merge_states: checks.check_merge_states,
+    torch.ops.tcport.check_out: checks.check_out,
+    torch.ops.tcport.check_shared_pages: checks.check_shared_pages,
 }

@@ -6,6 +6,7 @@ autograd rules. The implementations are bound in :mod:`tcport.eager`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,7 @@ LIBRARY = torch.library.Library("tcport", "DEF")
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 
 _AUTOCAST_DEVICES = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "xpu": "AutocastXPU"}
+_AUTOCAST_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def paged_attention(
@@ -77,10 +79,11 @@ def paged_attention(
         num_splits: number of parts the keys are split into; None: chosen. Results agree up to rounding.
         batch_invariant: a token's result does not depend, to the bit, on what else is in the batch.
         return_lse: also return the natural logarithm of the softmax denominator, sink included.
-        out: contiguous or strided ``[T, Hq, Dv]`` in the query's dtype, written and returned.
+        out: contiguous or strided ``[T, Hq, Dv]`` in the dtype of the result, written and returned.
 
     Returns:
-        ``out [T, Hq, Dv]`` in the query's dtype, contiguous unless ``out`` was given; with ``return_lse`` the pair
+        ``out [T, Hq, Dv]`` in the query's dtype (under autocast in the cache's, or autocast's own where the cache is
+        quantised), contiguous unless ``out`` was given; with ``return_lse`` the pair
         ``(out, lse [T, Hq] fp32)``. LSE is -inf where a token sees no key (the sink's logit, if there is a sink).
 
     Raises:
@@ -88,8 +91,9 @@ def paged_attention(
             :func:`tcport.checks.check_paged_attention`.
         UnsupportedFeatureError: when a gradient is asked for through the result.
     """
-    if out is not None:
-        checks.check_out(out, query, v_cache)
+    takes_out = out is not None and checks.out_fits(out, query, v_cache, _result_dtype(query, k_cache))
+    if out is not None and not takes_out:
+        torch.ops.tcport.check_out.default(out, query, v_cache, _result_dtype(query, k_cache))
     result, lse = torch.ops.tcport.paged_attention.default(
         query,
         k_cache,
@@ -111,7 +115,7 @@ def paged_attention(
         batch_invariant=batch_invariant,
         return_lse=return_lse,
     )
-    if out is not None:
+    if out is not None and takes_out:
         result = out.copy_(result)
     return (result, lse) if return_lse else result
 
@@ -223,6 +227,22 @@ def _define(name: str, arguments: str, fake: Callable[..., Any]) -> None:
     torch.library.register_fake(f"tcport::{name}", fake, lib=LIBRARY)
 
 
+def _result_dtype(query: Tensor, k_cache: Tensor) -> torch.dtype:
+    """The query's dtype, once autocast has had its say."""
+    kind = query.device.type
+    if kind not in _AUTOCAST_DEVICES or not torch.is_autocast_enabled(kind) or query.dtype not in _AUTOCAST_DTYPES:
+        return query.dtype
+    return _autocast_dtype(k_cache, kind)
+
+
+def _autocast_dtype(k_cache: Tensor, device_type: str) -> torch.dtype:
+    """Query and cache meet in one dtype: the cache's own, since a cache is never converted.
+
+    A quantised cache has no such dtype; there the query takes autocast's, as in torch's own attention.
+    """
+    return k_cache.dtype if k_cache.dtype in checks.FLOAT_DTYPES else torch.get_autocast_dtype(device_type)
+
+
 def _fake_paged_attention(query: Tensor, k_cache: Tensor, v_cache: Tensor, *args: Any, **options: Any) -> Any:
     _checked(checks.check_paged_attention, query, k_cache, v_cache, *args, **options)
     lse_shape = query.shape[:-1] if options.get("return_lse", False) else (0,)
@@ -245,19 +265,13 @@ def _merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) ->
 
 
 def _autocast_kernel(device_type: str) -> Callable[..., Any]:
-    """Query and cache meet in one dtype: the cache's own, since a cache is never converted.
-
-    A quantised cache has no such dtype; there the query takes autocast's, as in torch's own attention.
-    """
+    """The operator under autocast."""
 
     def kernel(query: Tensor, k_cache: Tensor, *args: Any, **options: Any) -> Any:
         with torch.autocast(device_type, enabled=False):
-            if query.dtype in (torch.float16, torch.bfloat16, torch.float32):
-                query = query.to(target(k_cache))
+            if query.dtype in _AUTOCAST_DTYPES:
+                query = query.to(_autocast_dtype(k_cache, device_type))
             return torch.ops.tcport.paged_attention.default(query, k_cache, *args, **options)
-
-    def target(k_cache: Tensor) -> torch.dtype:
-        return k_cache.dtype if k_cache.dtype in checks.FLOAT_DTYPES else torch.get_autocast_dtype(device_type)
 
     return kernel
 
@@ -280,6 +294,13 @@ _define(
     "merge_states", "(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)", _fake_merge_states
 )
 LIBRARY.impl("merge_states", _merge_states, "CompositeExplicitAutograd")
+# Refusals that Python code makes beside the operators, as operators of their own: see `postpone_refusals`.
+for _name, _arguments, _check in (
+    ("check_out", "(Tensor out, Tensor query, Tensor v_cache, ScalarType dtype) -> ()", checks.check_out),
+    ("check_shared_pages", "(Tensor block_table, SymInt shared_pages) -> ()", checks.check_shared_pages),
+):
+    _define(_name, _arguments, functools.partial(_checked, _check))
+    LIBRARY.impl(_name, _check, "CompositeExplicitAutograd")
 # What kv_write stores carries no gradient, and it takes keys and values of any float dtype: nothing to do in either.
 LIBRARY.impl("kv_write", torch.library.fallthrough_kernel, "Autograd")
 for _device_type, _key in _AUTOCAST_DEVICES.items():

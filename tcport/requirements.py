@@ -57,6 +57,20 @@ def require_one_device(**tensors: Tensor | None) -> None:
         )
 
 
+def require_places_of_its_own(name: str, tensor: Tensor) -> None:
+    """Each element of a tensor that is written has memory of its own: no dimension is expanded."""
+    for stride, size in zip(tensor.stride(), tensor.shape, strict=True):
+        if isinstance(stride, int) and stride == 0:
+            require(
+                size <= 1,
+                lambda: ArgumentError(
+                    f"{name} has shape {sizes(tensor)} with strides {list(tensor.stride())}: elements share memory, "
+                    "and a write to one would be a write to others.",
+                    f"Pass {name} as it was before it was expanded.",
+                ),
+            )
+
+
 def require_finite(name: str, number: float, remedy: str) -> None:
     require(
         -math.inf < number < math.inf,

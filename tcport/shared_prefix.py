@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tcport.errors import ArgumentError
+from tcport import checks
 from tcport.ops import merge_states, paged_attention
 
 
@@ -46,12 +46,14 @@ def shared_prefix_attention(
     Raises:
         ArgumentError: ``shared_pages`` is not between 0 and the columns of the table.
     """
-    columns = block_table.shape[1]
-    if shared_pages < 0 or shared_pages > columns:
-        raise ArgumentError(
-            f"shared_pages is {shared_pages}; block_table has {columns} columns.", "Give the number of common pages."
-        )
     common = {"scale": scale, "softcap": softcap, "k_scale": k_scale, "v_scale": v_scale, "return_lse": True}
+    if not _can_be_taken_apart(query, k_cache, block_table, seq_lens, cu_seqlens_q, shared_pages):
+        # Whatever is wrong, one of these refuses it; under Dynamo the backend does, and no result is ever used.
+        torch.ops.tcport.check_shared_pages.default(block_table, shared_pages)
+        plain = paged_attention(
+            query, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, causal=causal, sinks=sinks, **common
+        )
+        return plain if return_lse else plain[0]
     shared_keys = shared_pages * k_cache.shape[1]
     rest = paged_attention(
         query,
@@ -89,3 +91,26 @@ def shared_prefix_attention(
     prefix_lse = torch.where(live[:, None], prefix_lse, -torch.inf)
     out, lse = merge_states(prefix, prefix_lse, *rest)
     return (out, lse) if return_lse else out
+
+
+def _can_be_taken_apart(
+    query: Tensor,
+    k_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor | None,
+    shared_pages: int,
+) -> bool:
+    """Whether the arguments can be sliced and computed with at all, before any operator has looked at them."""
+    ranks = (query.dim(), k_cache.dim(), block_table.dim(), seq_lens.dim()) == (3, 4, 2, 1)
+    if not ranks or seq_lens.dtype not in checks.INDEX_DTYPES or seq_lens.device != query.device:
+        return False
+    if block_table.device != query.device or block_table.shape[0] != seq_lens.shape[0]:
+        return False
+    if cu_seqlens_q is not None and (cu_seqlens_q.dim() != 1 or cu_seqlens_q.dtype not in checks.INDEX_DTYPES):
+        return False
+    if cu_seqlens_q is not None and cu_seqlens_q.device != query.device:
+        return False
+    tokens_match = query.shape[0] == seq_lens.shape[0] if cu_seqlens_q is None else True
+    starts_match = True if cu_seqlens_q is None else cu_seqlens_q.shape[0] == seq_lens.shape[0] + 1
+    return bool(tokens_match and starts_match and shared_pages >= 0 and shared_pages <= block_table.shape[1])
