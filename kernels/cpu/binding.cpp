@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <stdexcept>
 #include <string>
 
 #include "isa.h"
@@ -94,10 +95,13 @@ std::vector<Sequence> sequences_of(const Tensor& lengths, const MaybeTensor& cum
     const int64_t first = cumulative ? starts.at(b, 0) : b, end = cumulative ? starts.at(b + 1, 0) : b + 1;
     const int64_t length = lens.at(b, 0);
     if (end <= first || length <= 0) continue;
-    STD_TORCH_CHECK(first >= 0 && end <= tokens, "cu_seqlens_q gives sequence ", b, " the tokens from ", first, " to ",
-                    end, ", and query has ", tokens);
-    STD_TORCH_CHECK(length <= max_length, "seq_lens[", b, "] is ", length, ", and block_table has room for ", max_length,
-                    " keys");
+    if (first < 0 || end > tokens)
+      throw std::runtime_error("cu_seqlens_q gives sequence " + std::to_string(b) + " the tokens from " +
+                               std::to_string(first) + " to " + std::to_string(end) + ", and query has " +
+                               std::to_string(tokens));
+    if (length > max_length)
+      throw std::runtime_error("seq_lens[" + std::to_string(b) + "] is " + std::to_string(length) +
+                               ", and block_table has room for " + std::to_string(max_length) + " keys");
     sequences.push_back({b, first, end - first, length});
   }
   return sequences;
