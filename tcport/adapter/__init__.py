@@ -17,6 +17,8 @@ Differences from the graph that are accepted, all outside what a paged cache hol
 * A negative slot is skipped by ``kv_write``; in PyTorch it wraps around and overwrites a slot at the end of the cache.
   A slot past the end is skipped; PyTorch raises. Two tokens in one slot: unspecified in both.
 * A table entry below the length must be a page id; in PyTorch a negative one wraps around.
+* An integer input that is a length as it stands, from which causality, a window or a chunk is counted, is at most what
+  the table holds; in PyTorch the mask is cut there. Anything computed from inputs may lie past it.
 * Products, softmax and sums are computed in fp32, whatever dtype the graph computes them in.
 """
 

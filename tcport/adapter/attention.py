@@ -17,6 +17,7 @@ from tcport.adapter.algebra import Expr, FloorDiv, Read, Space, divided
 from tcport.adapter.booleans import Formula, substituted
 from tcport.adapter.digits import digits_of
 from tcport.adapter.graph import GraphFacts
+from tcport.adapter.lengths import fitting
 from tcport.adapter.masks import Visibility, symbols_in, visibility
 from tcport.adapter.reader import Reader, Ref
 from tcport.adapter.report import Rejected
@@ -149,6 +150,7 @@ def _roles_of(reader: Reader, attention: Attention) -> Roles:
     if (other := _table_read(value, attention.position, "V")) != table:
         raise Rejected("tables-differ", f"K lies in page {_said(reader, table)} and V in page {_said(reader, other)}")
     page_size = _page_size(table, attention.position, attention.keys)
+    fits = fitting(reader, key, table, attention.position, attention.keys, page_size)
     page = space.symbol("page", sympy.Symbol("pages", integer=True, positive=True))
     column = space.symbol("column", _ceildiv(attention.keys, page_size))
     slot = space.symbol("slot", page_size)
@@ -190,6 +192,7 @@ def _roles_of(reader: Reader, attention: Attention) -> Roles:
         attention.keys,
         token[0] if token else sympy.Integer(0),
         count,
+        fits,
     )
     return Roles(
         attention=attention,

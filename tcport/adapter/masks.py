@@ -7,7 +7,8 @@ A token at position q sees key j when every conjunct holds. The conjuncts that b
 * ``j > q - W`` is a window of W keys, where q is the position that the length or causality gives the token;
 * ``j // C == q // C`` is a chunk.
 
-Whatever else restricts j is passed on as a bool mask, exactly as it stands.
+Whatever else restricts j is passed on as a bool mask, exactly as it stands. So is a bound that counts from an end which
+may lie past the gathered keys: the mask is cut there, and a length that is cut as well moves every position.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sympy
 
 from tcport.adapter.algebra import Expr, FloorDiv, Read, Space, equal
 from tcport.adapter.booleans import FALSE, TRUE, AtLeastZero, Formula, all_of, conjuncts, expressions
+from tcport.adapter.lengths import Fits
 from tcport.adapter.report import Rejected
 
 
@@ -30,7 +32,7 @@ class Visibility:
         longest: when set, keys per sequence are its largest value over the query tokens instead.
         causal, window, chunk: as the operator takes them.
         rest: what a bool mask has to say on top; TRUE for no mask.
-        capped: whether lengths beyond the gathered keys mean the gathered keys.
+        capped: whether lengths beyond the gathered keys mean the gathered keys; False where there are none.
         needs: sizes that must not be negative for all this to hold, each with the reason to give when one is.
     """
 
@@ -44,7 +46,9 @@ class Visibility:
     needs: tuple[tuple[Expr, str], ...] = ()
 
 
-def visibility(space: Space, formula: Formula, key: Expr, keys: Expr, token: Expr, tokens: Expr) -> Visibility:
+def visibility(
+    space: Space, formula: Formula, key: Expr, keys: Expr, token: Expr, tokens: Expr, fits: Fits
+) -> Visibility:
     """Translate a formula over sequence coordinates, ``token`` and ``key``.
 
     Args:
@@ -52,6 +56,7 @@ def visibility(space: Space, formula: Formula, key: Expr, keys: Expr, token: Exp
         formula: when query token ``token`` sees key ``key``.
         key: coordinate of the key, over ``keys`` gathered positions.
         token: coordinate of the query token within its sequence, over ``tokens``; 0 when there is one.
+        fits: whether the end of what a token sees is certain to be at most ``keys``.
 
     Raises:
         Rejected: a token that sees nothing at all (rule ``mask``).
@@ -73,13 +78,13 @@ def visibility(space: Space, formula: Formula, key: Expr, keys: Expr, token: Exp
         found = Visibility(tuple(dict.fromkeys(u for _, u in upper)) or (keys,))
         ends = [u for _, u in upper]
     else:
-        found, ends, kept = _many_tokens(space, upper, keys, token, tokens)
+        found, ends, kept = _many_tokens(space, upper, keys, token, tokens, fits)
         rest += kept
-    return _lower(space, found, ends, lower, rest, key)
+    return _lower(space, found, ends, lower, rest, key, fits)
 
 
 def _many_tokens(
-    space: Space, upper: list[tuple[Formula, Expr]], keys: Expr, token: Expr, tokens: Expr
+    space: Space, upper: list[tuple[Formula, Expr]], keys: Expr, token: Expr, tokens: Expr, fits: Fits
 ) -> tuple[Visibility, list[Expr], list[Formula]]:
     """Several query tokens per sequence: at most one bound can be the operator's causality."""
     plain = [(part, u) for part, u in upper if not u.has(token)]
@@ -89,6 +94,9 @@ def _many_tokens(
         first = steps[0][1]
         start = sympy.expand(first - token - 1)
         end = sympy.expand(start + tokens)
+        if end.has(Read) and not fits(end):
+            lengths = tuple(dict.fromkeys((end, *(u for _, u in plain))))
+            return Visibility(lengths, causal=False), [], [part for part, _ in (*steps, *other)]
         kept = [part for part, _ in steps[1:]] + [part for part, _ in other]
         kept += [part for part, u in plain if not space.at_least(u, end) and not equal(u, end)]
         needs = ()
@@ -109,10 +117,14 @@ def _lower(
     lower: list[tuple[Formula, Expr]],
     rest: list[Formula],
     key: Expr,
+    fits: Fits,
 ) -> Visibility:
-    """Windows and chunks count from the token's position, which is one less than the only end of what it sees."""
+    """Windows and chunks count from the token's position, which is one less than the only end of what it sees.
+
+    From the last key on they hide less than from an end past it, so there they save work and the mask does the rest.
+    """
     end = ends[0] if len(set(ends)) == 1 else None
-    window = None
+    window, exact = None, list(rest)
     for part, start in lower:
         width = None if end is None else sympy.expand(end - start)
         if width is not None and width.is_Integer and width >= 1:
@@ -120,10 +132,11 @@ def _lower(
         else:
             rest.append(part)
     chunk, rest = (None, rest) if end is None else _chunk(space, rest, key, sympy.expand(end - 1))
-    relative = window is not None or chunk is not None
-    return dataclasses.replace(
-        found, window=window, chunk=chunk, rest=all_of(*rest), capped=found.capped and not relative
-    )
+    if end is None or (window is None and chunk is None):
+        return dataclasses.replace(found, rest=all_of(*rest))
+    inside = not found.capped or fits(end)
+    kept = rest if inside else [*exact, *(part for part, _ in lower)]
+    return dataclasses.replace(found, window=window, chunk=chunk, rest=all_of(*kept), capped=not inside)
 
 
 def _bound(space: Space, part: Formula, key: Expr) -> tuple[str, Expr] | None:
