@@ -21,7 +21,8 @@ from tcport.tiling.problem import Problem
 
 BM, BN, WARPS, STAGES = size("block_m"), size("block_n"), size("warps"), size("stages")
 DIM_QK, DIM_V, QUERY_BYTES, KV_BYTES = size("dim_qk"), size("dim_v"), size("query_bytes"), size("kv_bytes")
-WARP_WIDTH, V_TILES, QUANTISED, MASK = size("warp_width"), size("v_tiles"), size("quantised"), size("mask")
+WARP_WIDTH, V_TILES, QUANTISED = size("warp_width"), size("v_tiles"), size("quantised")
+MASK, SCALES = size("mask"), size("scales")
 SPREAD = Max(1, 16 * WARPS / BM)
 """Warps that share the columns of one block of rows; 1 when every warp has rows of its own."""
 TILE_BYTES = BN * (DIM_QK + V_TILES * DIM_V) * KV_BYTES
@@ -112,13 +113,15 @@ def shared_memory(unit: str) -> Formula:
     K and V have ``stages - 1`` buffers each (page ids are carried one tile ahead, so their loads are plain loads to
     the pipeliner); ``wgmma`` reads its operands while the next copy is under way and has ``stages``. Without a
     pipeline the larger of the two tiles passes through. On NVIDIA the query tile stays in shared memory beside them;
-    on AMD it passes through before. Probabilities are exchanged through it unless every warp has rows to itself, and
-    the elements of an explicit mask change their layout in it.
+    on AMD it passes through before. A scale per token, in fp32, is pipelined beside its key and its value; whether a
+    scale is of that kind is not among a spec's facts, so any scale counts. Probabilities are exchanged through it
+    unless every warp has rows to itself, and the elements of an explicit mask change their layout in it.
     """
     largest = Max(DIM_QK, V_TILES * DIM_V) * BN * QUERY_BYTES
     # One formula for all stage counts: at one stage the first term vanishes and the second stands.
     buffers = STAGES - 1 if unit != "wgmma" else STAGES * Min(1, STAGES - 1)
     loop = Max(buffers * TILE_BYTES, largest)
+    scales = SCALES * buffers * BN * 2 * 4
     query = BM * DIM_QK * QUERY_BYTES
     weights = BM * BN * QUERY_BYTES * Min(1, floor(16 * WARPS / BM))
     if unit == "wgmma":
@@ -128,7 +131,7 @@ def shared_memory(unit: str) -> Formula:
     else:
         # A quantised tile is widened through shared memory.
         total = Max(loop + weights + QUANTISED * BN * DIM_V * QUERY_BYTES, query)
-    return Formula("shared memory of a CTA", total + MASK * BM * BN * 4 + _SCRATCH, "bytes")
+    return Formula("shared memory of a CTA", total + scales + MASK * BM * BN * 4 + _SCRATCH, "bytes")
 
 
 @functools.cache
@@ -171,5 +174,6 @@ def tile_values(config: TileConfig, problem: Problem, limits: Limits) -> dict[st
         "v_tiles": 0 if problem.v_is_view_of_k else 1,
         "quantised": int(problem.quantised),
         "mask": int(problem.mask),
+        "scales": int(problem.scales),
         "warp_width": limits.warp_width,
     }

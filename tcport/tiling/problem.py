@@ -39,6 +39,7 @@ class Problem:
     run_bytes: int
     quantised: bool
     mask: bool
+    scales: bool
     bf16: bool
     v_is_view_of_k: bool
     causal: bool
@@ -97,6 +98,7 @@ def problem_of(spec: AttentionSpec) -> Problem:
         run_bytes=page_run * spec.head_dim_qk * kv_bytes,
         quantised=kv_bytes == 1,
         mask=spec.mask,
+        scales=spec.kv_scales,
         bf16="bfloat16" in (spec.query_dtype.removeprefix("torch."), spec.kv_dtype.removeprefix("torch.")),
         v_is_view_of_k=spec.v_is_view_of_k and dim_v == main,
         causal=spec.causal,
