@@ -250,6 +250,44 @@ def test_sinks() -> None:
     assert options(adapted) == {"scale": 0.25, "sinks": True}, adapted.report
 
 
+SHIFTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "a number": lambda scores, lens, slopes: scores + 1.5,
+    "a number of the sequence": lambda scores, lens, slopes: scores - 0.1 * lens[:, None, None, None],
+    "the row's maximum": lambda scores, lens, slopes: scores - scores.amax(-1, keepdim=True),
+    "ALiBi from position 0": lambda scores, lens, slopes: scores + slopes * torch.arange(40).float(),
+}
+
+
+@pytest.mark.parametrize("name", SHIFTS)
+def test_a_row_moved_without_its_sink_is_left_alone(name: str) -> None:
+    """softmax([logits + c, sink]) is not softmax([logits, sink])."""
+
+    def model(
+        q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor, sinks: Tensor, slopes: Tensor
+    ) -> Tensor:
+        key, value = (repeat_kv(cache[table].flatten(1, 2).transpose(1, 2), 3) for cache in (k_cache, v_cache))
+        scores = SHIFTS[name](q @ key.mT * 0.25, lens, slopes)
+        scores = scores.masked_fill(torch.arange(40) >= lens[:, None, None, None], -math.inf)
+        both = torch.cat([scores, sinks.expand(q.shape[0], -1, q.shape[2], -1)], dim=-1)
+        return both.softmax(-1)[..., :-1] @ value
+
+    sinks = torch.tensor([0.3, -1.0, 2.0, 0.0, 5.0, -4.0]).reshape(1, -1, 1, 1)
+    adapted = run(model, *problem().args, sinks, 2.0 ** -torch.arange(1.0, 7.0).reshape(1, -1, 1, 1))
+    assert adapted.calls(PAGED) == []
+    assert adapted.rules == ["logits"]
+
+
+def test_logits_moved_before_they_are_capped_are_left_alone() -> None:
+    def model(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor) -> Tensor:
+        key, value = (repeat_kv(cache[table].flatten(1, 2).transpose(1, 2), 3) for cache in (k_cache, v_cache))
+        scores = 5.0 * torch.tanh((q @ key.mT * 0.25 + 2.0) / 5.0)
+        return scores.masked_fill(torch.arange(40) >= lens[:, None, None, None], -math.inf).softmax(-1) @ value
+
+    adapted = run(model, *problem().args)
+    assert adapted.calls(PAGED) == []
+    assert adapted.rules == ["logits"]
+
+
 def test_causal_prefill_written_out() -> None:
     def model(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor) -> Tensor:
         key, value = (repeat_kv(cache[table].flatten(1, 2).transpose(1, 2), 3) for cache in (k_cache, v_cache))

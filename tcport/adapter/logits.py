@@ -88,6 +88,13 @@ class _Walk:
             raise Rejected("logits", f"{node.name} masks the logits before they are scaled or capped")
         self.visible = all_of(self.visible, where)
 
+    def shifted(self, node: Node) -> None:
+        """All logits of a row move by one amount, which no softmax notices, unless a sink stays or a tanh follows."""
+        if self.softcap:
+            raise Rejected("logits", f"{node.name} moves the logits before they are capped")
+        if self.sinks is not None:
+            raise Rejected("logits", f"{node.name} moves the logits of a row but not its sink")
+
     def scaled(self, ref: Ref, value: Any, node: Node, *, divide: bool = False) -> bool:
         """Take a number into the scale; False if ``value`` is none."""
         number = number_of(self.reader, ref, value)
@@ -167,14 +174,16 @@ def _sub(reader: Reader, ref: Ref, walk: _Walk, input: Any, other: Any) -> Ref:
 
 
 def _added(reader: Reader, ref: Ref, walk: _Walk, input: Any, other: Any, sign: int) -> Ref:
-    """``logits + y`` where y is a mask, an ALiBi bias, or the same for all keys (which a softmax does not notice)."""
+    """``logits + y`` where y is a mask, an ALiBi bias, or the same for all keys."""
     for rest, term in ((input, other), (other, input)):
         if not isinstance(rest, Node) or tensor_of(rest) is None or (sign < 0 and rest is not input):
             continue
         if not isinstance(term, Node) or tensor_of(term) is None:
+            walk.shifted(ref.node)
             return reader.broadcast(rest, ref)  # a number
         at = reader.broadcast(term, ref)
         if not any(coord.has(walk.key) for coord in at.coords) and not walk.softcap:
+            walk.shifted(ref.node)
             return reader.broadcast(rest, ref)
         levels: Levels | None = levels_of(reader, at)
         if levels is not None:
@@ -185,6 +194,7 @@ def _added(reader: Reader, ref: Ref, walk: _Walk, input: Any, other: Any, sign: 
             return reader.broadcast(rest, ref)
         slopes = _alibi(reader, at, walk.key) if sign > 0 else None
         if slopes is not None and walk.slopes is None and walk.factor == 1.0 and not walk.softcap:
+            walk.shifted(ref.node)  # the bias counts from some position, which need not be the query's
             walk.slopes = slopes
             return reader.broadcast(rest, ref)
     names = " and ".join(str(x) for x in (input, other))
