@@ -180,7 +180,7 @@ class TestCompiledByInductor:
         reference.kv_write(key, value, *expected, slots)
 
         def run(*tensors: Tensor) -> None:
-            decomposition.kv_write(WriteCall.of(*tensors))
+            decomposition.kv_write(WriteCall(*tensors))
 
         _, (code,) = run_and_get_code(torch.compile(run, fullgraph=True), key, value, *caches, slots)
         assert torch.equal(caches[0], expected[0])

@@ -18,6 +18,11 @@ Eager code passes the identity; code that is being traced passes ``torch.library
 _FAR = 2**30  # a window or chunk beyond any length; keeps the arithmetic of int32 positions within 32 bits
 
 
+def share_storage(a: Tensor, b: Tensor) -> bool:
+    """Whether a write to one of two tensors can be a write to the other; real, fake and meta tensors alike."""
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
 @dataclasses.dataclass(frozen=True)
 class AttentionCall:
     """The arguments of ``tcport::paged_attention``; shapes and meanings in :mod:`tcport.kernels.reference`."""
@@ -47,7 +52,7 @@ class AttentionCall:
         """Whether V is the first ``Dv`` components of K (multi-head latent attention), so that K serves as both."""
         k, v = self.k_cache, self.v_cache
         return (
-            v.untyped_storage()._cdata == k.untyped_storage()._cdata
+            share_storage(k, v)
             and v.dtype == k.dtype
             and v.stride() == k.stride()
             and bool(v.storage_offset() == k.storage_offset())  # a SymBool where the offsets are open
@@ -99,8 +104,10 @@ class WriteCall:
 
         Rows that lie in a cache themselves (slots that are moved) are copied first: kernels write in no certain order.
         """
-        caches = {cache.untyped_storage()._cdata for cache in (k_cache, v_cache)}
-        key, value = (rows.clone() if rows.untyped_storage()._cdata in caches else rows for rows in (key, value))
+        key, value = (
+            rows.clone() if share_storage(rows, k_cache) or share_storage(rows, v_cache) else rows
+            for rows in (key, value)
+        )
         return cls(key, value, k_cache, v_cache, slot_mapping, **options)
 
 
