@@ -9,7 +9,7 @@ from subprocess_results import run_in_subprocess
 from torch import Tensor
 
 from tcport.errors import ShapeError
-from tcport.kernels.call import WriteCall
+from tcport.kernels.call import WriteCall, share_storage
 from tcport.kernels.rope import RopeWriteCall, rotated
 
 
@@ -53,6 +53,21 @@ def test_the_definition_on_numbers_worked_out_by_hand() -> None:
     assert rotated(pairs)[0].tolist() == [[[-10.0, 1.0, -20.0, 2.0]]]
     call = RopeWriteCall(torch.tensor([[[3.0, 4.0, 0.0, 0.0]]]), write, one, zero, one[0] * 5, one[0])
     torch.testing.assert_close(rotated(call)[0], torch.tensor([[[6.0, 8.0, 0.0, 0.0]]]))
+
+
+def test_rows_of_the_cache_itself_move_to_other_slots() -> None:
+    """Each slot gets what its source held before the call, though later sources are slots written earlier."""
+    k_cache, v_cache = torch.randn(2, 3, 4, 2, 8).clone().unbind()
+    before = k_cache.clone().flatten(0, 1), v_cache.clone().flatten(0, 1)
+    rows, slots = slice(0, 4), torch.tensor([1, 2, 3, 4])
+    new = k_cache.flatten(0, 1)[rows], v_cache.flatten(0, 1)[rows]
+    arguments = (torch.randn(4, 2, 8), *new, torch.ones(4, 8), torch.zeros(4, 8), k_cache, v_cache, slots)
+    write = RopeWriteCall.of(*arguments).write  # what every kernel is handed, in whatever order it writes
+    assert not any(share_storage(x, y) for x in (write.key, write.value) for y in (k_cache, v_cache))
+    torch.ops.tcport.rope_and_write(*arguments)
+    for cache, old in zip((k_cache, v_cache), before, strict=True):  # an angle of 0 turns nothing
+        assert torch.equal(cache.flatten(0, 1)[1:5], old[rows])
+        assert torch.equal(cache.flatten(0, 1)[0], old[0])
 
 
 def test_tables_of_another_size_are_refused() -> None:

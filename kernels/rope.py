@@ -63,7 +63,7 @@ class RopeWriteCall:
         **options: Any,
     ) -> RopeWriteCall:
         """The call behind the operator's own arguments."""
-        write = WriteCall(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+        write = WriteCall.of(key, value, k_cache, v_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)
         return cls(query, write, cos, sin, **options)
 
 

@@ -34,10 +34,10 @@ _THREADS = Formula("threads of a CTA", WARPS * WARP_WIDTH)
 # results, and illegal accesses, for every block_n and stage count tried; 4 warps on 64 rows and 8 on 128 are right.
 _SHARED_ROWS = Formula("warps on the same rows of a warpgroup product", SPREAD)
 
-# The product with V issues one instruction per 16 keys, each behind a descriptor of its own. Below 64 columns they are
-# short, and ptxas 12.8 (triton 3.6) overwrites a descriptor that is still being read once more than two are wanted:
-# wrong results and illegal accesses on an H200 (2026-11-30) for 8 to 32 columns at 64 and 128 keys, none at 32 keys,
-# none from 64 columns on, none with ptxas 13.0.
+# The product with V issues one instruction per 16 keys, each behind a descriptor of its own. On an H200 (2026-11-30,
+# triton 3.6 with its ptxas 12.8) V of 8 to 32 columns gave wrong results and illegal accesses at 64 and 128 keys with
+# keys of 64 and 128 dims. With 32 keys, with V of 64 columns, and from the same PTX through ptxas 13.0 all was right.
+# The machine code reuses a descriptor's registers between the instructions; that this is the cause is not proven.
 _SHORT_PRODUCTS = Formula("keys of a warpgroup product with fewer than 64 columns", BN * Min(1, floor(63 / DIM_V)))
 
 # Reductions across warps and page ids on their way to another layout.
