@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import pytest
 import torch
 import torch._dynamo
 from torch import Tensor
@@ -102,3 +103,16 @@ COMPILED = Path("compiled", _compiled(_attention, True), _compiled(tcport.kv_wri
 """``torch.compile(backend="tcport")``: whatever the chain chooses for the device, lowered by Inductor."""
 
 GPU_PATHS = tuple(on_gpu(path) for path in (*PATHS, COMPILED))
+
+EVERY_PATH = [
+    *(pytest.param(path, id=path.name) for path in PATHS),
+    *(pytest.param(path, id=path.name, marks=pytest.mark.gpu) for path in GPU_PATHS),
+]
+"""Parameters of a fixture: every way but the one that compiles for the CPU."""
+
+
+def slots_of(table: Tensor, lens: Sequence[int], page: int) -> Tensor:
+    """The slot of every position of every sequence, one sequence after the other."""
+    return torch.cat(
+        [table[b, torch.arange(n) // page].long() * page + torch.arange(n) % page for b, n in enumerate(lens)]
+    )

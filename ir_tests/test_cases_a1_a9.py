@@ -5,12 +5,11 @@ Every path to a result is held to the same right values.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from attention_paths import COMPILED, GPU_PATHS, PATHS, Path
+from attention_paths import COMPILED, EVERY_PATH, Path, slots_of
 from torch import Tensor
 
 from tcport.kernels import reference
@@ -19,12 +18,7 @@ from tcport.testing import Recipe, assert_close, build_batch
 HALF_AND_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.fixture(
-    params=[
-        *(pytest.param(path, id=path.name) for path in PATHS),
-        *(pytest.param(path, id=path.name, marks=pytest.mark.gpu) for path in GPU_PATHS),
-    ]
-)
+@pytest.fixture(params=EVERY_PATH)
 def path(request: pytest.FixtureRequest) -> Path:
     """Every way to a result but the one that compiles for the CPU, which :func:`test_compiled` takes."""
     return request.param
@@ -38,13 +32,6 @@ def check(path: Path, recipe: Recipe) -> None:
 def block_table(*rows: list[int]) -> Tensor:
     width = max(len(row) for row in rows)
     return torch.tensor([row + [-1] * (width - len(row)) for row in rows], dtype=torch.int32)
-
-
-def slots_of(table: Tensor, lens: Sequence[int], page: int) -> Tensor:
-    """The slot of every position of every sequence, one sequence after the other."""
-    return torch.cat(
-        [table[b, torch.arange(n) // page].long() * page + torch.arange(n) % page for b, n in enumerate(lens)]
-    )
 
 
 class TestA1UnwrittenSlotsPoisonNothing:
@@ -141,64 +128,6 @@ class TestA3PlacementOfPagesDoesNotMatter:
         for place, order in zip(permutations, (identity, torch.tensor([2, 0, 3, 1])), strict=True):
             for actual, right in zip(run(place, order), expected, strict=True):
                 assert_close(actual, right)
-
-
-class TestA4OffsetsPast32Bits:
-    """Page id times page stride exceeds 2**31 elements: reading and writing far pages is as reading near ones.
-
-    The cache is never touched but for a few pages, so the operating system never backs the rest with memory.
-    """
-
-    page, num_kv_heads, dim, num_pages = 64, 8, 256, 16386
-
-    def test_far_pages_equal_near_pages(self, path: Path) -> None:
-        shape = (self.num_pages, self.page, self.num_kv_heads, self.dim)
-        cache = torch.empty(shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
-        assert cache.stride(0) * (self.num_pages - 2) >= 2**31
-        query = torch.randn(2, self.num_kv_heads, self.dim, dtype=torch.bfloat16)
-        key = torch.randn(100, self.num_kv_heads, self.dim)
-        lens = torch.tensor([100, 37], dtype=torch.int32)
-
-        def run(first: int, second: int) -> tuple[Tensor, Tensor]:
-            table = torch.tensor([[first, second]] * 2, dtype=torch.int32)
-            path.write(key, key, cache, cache, slots_of(table[:1], [100], self.page).int())
-            return path.attention(query=query, k_cache=cache, v_cache=cache, block_table=table, seq_lens=lens)
-
-        near, far = run(0, 1), run(self.num_pages - 1, self.num_pages - 2)
-        assert torch.equal(near[0], far[0])
-        assert torch.equal(near[1], far[1])
-        small = key.to(cache.dtype)[:, None]
-        rows = torch.arange(100, dtype=torch.int32)[None].expand(2, 100)
-        assert_close(far[0], reference.paged_attention(query, small, small, rows, lens)[0])
-
-    @pytest.mark.parametrize("q_lens", [None, (1, 2)], ids=["decode", "varlen"])
-    def test_far_queries_equal_near_queries(self, path: Path, q_lens: tuple[int, ...] | None) -> None:
-        """Query tokens so far apart that the last is beyond 2**31 elements."""
-        lens = (3, 40, 7) if q_lens is None else (3, 40)
-        batch = build_batch(Recipe(lens=lens, q_lens=q_lens, dims=(64, 32), query_dtype=torch.float16))
-        query = batch.arguments["query"]
-        far = torch.empty(2**31 + 2**20, dtype=query.dtype).as_strided(query.shape, (2**30 + 64, *query.stride()[1:]))
-        assert far.stride(0) * (len(query) - 1) > 2**31
-        far.copy_(query)
-        near_out, near_lse = path.attention(**batch.arguments)
-        far_out, far_lse = path.attention(**{**batch.arguments, "query": far})
-        batch.check(near_out, near_lse)
-        assert torch.equal(near_out, far_out)
-        assert torch.equal(near_lse, far_lse)
-
-    def test_far_scales_equal_near_scales(self, path: Path) -> None:
-        batch = build_batch(Recipe(lens=(40,), page=64, kv_dtype=torch.int8, kv_scales="token"))
-        arguments = dict(batch.arguments)
-        scale = arguments["k_scale"]
-        pages = scale.shape[0]
-        stride = 2**31 // (pages - 1) + 64
-        far = torch.empty(stride * pages).as_strided(scale.shape, (stride, *scale.stride()[1:]))
-        far.copy_(scale)
-        near_out, near_lse = path.attention(**arguments)
-        far_out, far_lse = path.attention(**{**arguments, "k_scale": far})
-        batch.check(near_out, near_lse)
-        assert torch.equal(near_out, far_out)
-        assert torch.equal(near_lse, far_lse)
 
 
 class TestA5HeadDims:
@@ -383,7 +312,6 @@ COMPILED_CASES: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "A2 all empty": (TestA2ZeroLengthSequences, "test_decode", {"lens": (0, 0, 0), "sinks": False}),
     "A2 nothing": (TestA2ZeroLengthSequences, "test_no_tokens_and_no_pages", {}),
     "A3": (TestA3PlacementOfPagesDoesNotMatter, "test_two_permutations_agree", {"page": 16}),
-    "A4": (TestA4OffsetsPast32Bits, "test_far_pages_equal_near_pages", {}),
     "A5": (TestA5HeadDims, "test_dims_that_are_no_power_of_two", {"form": "varlen"}),
     "A6": (TestA6HeadRatios, "test_ratios_that_are_no_power_of_two", {"q_lens": (5, 3)}),
     "A7": (TestA7Strides, "test_strided_equals_contiguous", {"layout": "interleaved"}),
