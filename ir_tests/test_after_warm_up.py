@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
 from test_chain_compiled import expected, serve
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import tcport
+from tcport import chain
 from tcport._inductor import compile_count
 from tcport.device import catalogue_profile
-from tcport.kernels.call import AttentionCall
+from tcport.kernels.call import AttentionCall, Launcher, WriteCall
 from tcport.kernels.offline import record, specialise
-from tcport.lowering.registry import select
-from tcport.lowering.spec import attention_spec
+from tcport.lowering.operators import KV_WRITE, PAGED_ATTENTION, Operator, choose, choose_for
+from tcport.lowering.spec import attention_spec, opened
 
 BATCHES, LENGTHS, PAGE = (1, 2, 3, 7, 15, 16, 17, 33, 64), (1, 15, 16, 17, 1000, 4096), 4
 WARM_UP = ((3, 4, 0), (5, 6, 1), (1, 4, 0), (1, 6, 1), (3, 1, 0), (5, 1, 1), (1, 1, 0))
@@ -59,34 +62,92 @@ def test_no_request_compiles_a_graph() -> None:
     assert len(tcport.history.fallbacks()) == seen
 
 
-def binaries(size: int, width: int, aligned: bool) -> dict[str, set[str]]:
-    """What Triton's cache would tell apart among the launches of a request, by the tile."""
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
 
-    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
 
+def attention(size: int, keys: int, tokens: int | None = None) -> AttentionCall:
+    """A call of ``size`` sequences; with ``tokens``, that many query tokens of them all."""
     caches = [empty(65536, 16, 8, 128) for _ in range(2)]
-    tables = empty(size, width, dtype=torch.int32), empty(size, dtype=torch.int32)
-    call = AttentionCall.of(empty(size, 32, 128), *caches, *tables)
-    chosen = select("paged_attention", attention_spec(call), catalogue_profile("h200")).candidates[0]
-    keys = set()
-    for launch in record(lambda call, launch: chosen.run(call, launch), call):
-        known = specialise(launch, aligned=True)
-        kept = known.aligned if aligned else [name for name in known.aligned if name not in ("block_table", "seq_lens")]
-        keys.add(f"{launch.kernel.__name__} {known.signature} {known.constants} {kept} {launch.options}")
-    tile = chosen.config
-    return {f"{tile.block_m}x{tile.block_n} w{tile.num_warps} st{tile.num_stages} {tile.num_splits > 1}": keys}  # type: ignore[union-attr]
+    tables = empty(size, -(-keys // 16) + 1, dtype=torch.int32), empty(size, dtype=torch.int32)
+    starts = None if tokens is None else empty(size + 1, dtype=torch.int32)
+    return AttentionCall.of(empty(tokens or size, 32, 128), *caches, *tables, starts)
+
+
+def write(tokens: int) -> WriteCall:
+    caches = [empty(65536, 16, 8, 128) for _ in range(2)]
+    return WriteCall.of(empty(tokens, 8, 128), empty(tokens, 8, 128), *caches, empty(tokens, dtype=torch.int64))
+
+
+@pytest.fixture
+def compiled_by(monkeypatch: pytest.MonkeyPatch) -> Callable[..., set[tuple[str, str]]]:
+    """What Triton would compile for eager calls on an H200: each binary's kernel, and all that its cache keys it by."""
+    monkeypatch.setattr(chain, "device_profile", lambda device: catalogue_profile("h200"))
+
+    def eager(operator: Operator, call: object, launch: Launcher) -> None:
+        monkeypatch.setattr(chain, "_launch", launch)
+        chain.run(operator, call)
+
+    def compiled(operator: Operator, call: object, aligned: bool = True) -> set[tuple[str, str]]:
+        found = set()
+        for launch in record(lambda call, launch: eager(operator, call, launch), call):
+            known = specialise(launch, aligned=True)
+            moving = () if aligned else ("block_table", "seq_lens", "cu_seqlens_q", "slot_mapping")
+            kept = [name for name in known.aligned if name not in moving]
+            key = f"{known.signature} {known.constants} {kept} {launch.options}"
+            found.add((launch.kernel.__name__, key))
+        return found
+
+    return compiled
+
+
+def names(found: set[tuple[str, str]]) -> list[str]:
+    return sorted(name for name, _ in found)
+
+
+WHOLE_AND_SPLIT = ["combine_kernel", "paged_attention_kernel", "paged_attention_kernel"]
 
 
 @pytest.mark.parametrize("aligned", [True, False])
-def test_a_binary_is_for_any_batch_and_length(aligned: bool) -> None:
-    """Of each tile, split or whole, there is one binary of the attention kernel and one of what merges splits."""
-    found: dict[str, set[str]] = {}
-    for size, length in itertools.product(BATCHES, LENGTHS):
-        for tile, keys in binaries(size, -(-length // 16) + 1, aligned).items():
-            found.setdefault(tile, set()).update(keys)
-    kernels = {tile: sorted(key.split()[0] for key in keys) for tile, keys in found.items()}
-    assert len(kernels) > 1
-    for tile, names in kernels.items():
-        attention = ["paged_attention_kernel"]
-        assert names == (["combine_kernel", *attention] if tile.endswith("True") else attention), tile
+def test_eager_decode_compiles_three_kernels_for_every_batch_and_length(compiled_by, aligned: bool) -> None:
+    """One for whole sequences, one for parts of them, and one that merges the parts."""
+    found: set[tuple[str, str]] = set()
+    for size, keys in itertools.product(range(1, 65), LENGTHS):
+        found |= compiled_by(PAGED_ATTENTION, attention(size, keys), aligned)
+    assert names(found) == WHOLE_AND_SPLIT
+    # Two calls warm all of it up: one sequence with a long table, and one with a short table.
+    warm = compiled_by(PAGED_ATTENTION, attention(1, 4096)) | compiled_by(PAGED_ATTENTION, attention(1, 16))
+    assert aligned is False or warm == found
+
+
+def test_eager_prompts_and_drafts_compile_three_kernels(compiled_by) -> None:
+    found: set[tuple[str, str]] = set()
+    for size, keys, per_sequence in itertools.product((1, 2, 7, 16, 64), LENGTHS, (1, 2, 5, 512)):
+        found |= compiled_by(PAGED_ATTENTION, attention(size, keys, size * per_sequence))
+    assert names(found) == WHOLE_AND_SPLIT
+
+
+def test_eager_writes_compile_one_kernel(compiled_by) -> None:
+    found: set[tuple[str, str]] = set()
+    for tokens in (*range(1, 65), 512, 8192):
+        found |= compiled_by(KV_WRITE, write(tokens))
+    assert names(found) == ["kv_write_kernel"]
+
+
+@pytest.mark.parametrize("tokens", [None, 33])
+def test_eager_calls_choose_as_compiled_code_with_open_sizes(tokens: int | None) -> None:
+    chosen: list[str] = []
+    profile = catalogue_profile("h200")
+
+    def traced(*args: Tensor) -> Tensor:
+        call = AttentionCall.of(*args)
+        chosen[:] = map(str, choose(PAGED_ATTENTION, call, profile).selection.candidates)
+        return args[0]
+
+    call = attention(5, 300, tokens)
+    names = ("query", "k_cache", "v_cache", "block_table", "seq_lens", "cu_seqlens_q")
+    args = [getattr(call, name) for name in names if getattr(call, name) is not None]
+    make_fx(traced, tracing_mode="symbolic")(*args)
+    eager = choose_for(PAGED_ATTENTION, opened(attention_spec(call)), profile)
+    assert list(map(str, eager.selection.candidates)) == chosen
+    assert chosen[0].startswith(("triton_decode [tuned] 16x32 w1 st4", "triton_prefill [tuned] 64x64 w4 st3"))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import random
 from collections.abc import Iterator
 
 import pytest
+import sympy
 import torch
 from fault_injection import TILES, Faulty, installed, raising
 from torch import Tensor
@@ -16,8 +18,10 @@ from tcport import history, logs, quarantine
 from tcport.device import DeviceProfile, device_profile, override_profile
 from tcport.errors import KernelBuildError, KernelLaunchError, OutOfResourcesError, SelfTestError, ShapeError
 from tcport.failures import cause_of
+from tcport.ir import BATCH
 from tcport.kernels import reference
-from tcport.lowering.operators import PAGED_ATTENTION
+from tcport.lowering.candidate import Candidate
+from tcport.lowering.operators import PAGED_ATTENTION, choose
 
 
 @pytest.fixture(autouse=True)
@@ -108,6 +112,15 @@ def test_another_spec_another_driver_and_a_new_try_after_a_while(monkeypatch: py
         check(problem())
         check(problem())
         assert kernel.calls == [TILES[0], TILES[1]] * 2
+
+
+def test_a_tile_that_failed_is_left_whatever_the_number_of_splits() -> None:
+    """What is compiled for two parts of the keys is compiled for four."""
+    choice = choose(PAGED_ATTENTION, PAGED_ATTENTION.call(*problem()), device_profile("cpu"))
+    numbers = 1, 2, sympy.Max(2, BATCH)
+    tiles = [dataclasses.replace(TILES[0], num_splits=number) for number in numbers] + [TILES[1]]
+    keys = [set(quarantine.keys_of(choice, Candidate("k", "tuned", print, tile)).values()) for tile in tiles]
+    assert keys[0] == keys[1] == keys[2] != keys[3]
 
 
 def test_a_new_compiler_is_a_new_try(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -197,9 +197,27 @@ def test_nothing_is_compiled_after_the_warm_up() -> None:
     assert built == []
 
 
-def sized(size: int, width: int, length: int, shift: int) -> list[Tensor]:
+def test_eager_calls_compile_a_fixed_set_of_kernels() -> None:
+    """Case A20 outside compiled code; a head dim that no other test has, so that nothing is compiled before."""
+    built: list[str] = []
+    before = knobs.runtime.jit_post_compile_hook
+    knobs.runtime.jit_post_compile_hook = lambda **kw: built.append(kw["fn"].name.rpartition(".")[2])
+    try:
+        for size, width in ((1, 1), (1, 256)):
+            check(decode, sized(size, width, 1, 0, dim=72))
+        warm = list(built)
+        for size in range(1, 65, 3):
+            for length in (1, 16, 17, 1000, 4096):
+                check(decode, sized(size, -(-length // PAGE), length, 0, dim=72))
+    finally:
+        knobs.runtime.jit_post_compile_hook = before
+    assert sorted(warm) == ["combine_kernel", "kv_write_kernel", *["paged_attention_kernel"] * 2]
+    assert built == warm
+
+
+def sized(size: int, width: int, length: int, shift: int, dim: int = 64) -> list[Tensor]:
     """A batch of one length, its table and lengths ``shift`` elements into their storage."""
-    args = batch(size)
+    args = batch(size, dim)
     table = torch.randint(9 * size, (size, width)).int()
     # Sequences share no page that they write to.
     table[:, (length - 1) // PAGE] = torch.arange(size)

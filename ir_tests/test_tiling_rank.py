@@ -49,9 +49,22 @@ def test_splits_stay_an_expression_in_the_batch():
     config = rank_tiles(decode_spec(num_seqs=batch, num_tokens=batch), H200).configs[0]
     assert config.num_splits.free_symbols == {BATCH}
     # About two CTAs on each of 132 units over 8 KV heads; from 33 sequences on there is work enough.
-    assert config.splits(1) == 33
-    assert config.splits(4) in (8, 9)
-    assert [config.splits(b) for b in (33, 64, 4096)] == [1, 1, 1]
+    assert config.splits(1, 1, 8192) == 33
+    assert config.splits(4, 4, 8192) in (8, 9)
+    assert [config.splits(b, b, 8192) for b in (33, 64, 4096)] == [1, 1, 1]
+
+
+def test_open_sizes_are_cut_as_known_ones_are():
+    """By hand, for 8 KV heads on 132 units: about 264 CTAs, and splits of at least 128 keys."""
+    batch, tokens, context = (sympy.Symbol(name, positive=True, integer=True) for name in ("s0", "s1", "s2"))
+    decode = rank_tiles(decode_spec(num_seqs=batch, num_tokens=batch, max_context=context), H200).configs[0]
+    assert [decode.splits(1, 1, keys) for keys in (1, 127, 512, 2048, 65536)] == [1, 1, 4, 16, 33]
+    assert decode.splits(8, 8, 65536) == 5
+    # Blocks of 64 rows hold 16 tokens of 4 heads: drafts of a few tokens leave the device idle unless keys are cut.
+    spec = decode_spec(tokens=4, num_seqs=batch, max_context=context)
+    prefill = rank_tiles(dataclasses.replace(spec, num_tokens=tokens), H200).configs[0]
+    assert (prefill.block_m, prefill.splits(1, 4, 4096), prefill.splits(1, 512, 16384)) == (64, 32, 1)
+    assert prefill.splits(16, 64, 4096) == 1
 
 
 def test_a_forced_number_of_splits_is_kept():
@@ -223,8 +236,8 @@ def test_no_profile_and_no_spec_makes_an_illegal_tile_or_an_untyped_error(spec, 
         for size in (config.block_m, config.block_n, config.num_warps):
             assert size & (size - 1) == 0
         assert config.block_m >= 16
-        assert config.splits(1) >= 1
-        assert config.splits(100) >= 1
+        assert config.splits(1, 1, 1) >= 1
+        assert config.splits(100, 300, 4096) >= 1
         if profile.vendor == "cpu":
             continue
         assert config.num_warps * warp_width <= (profile.max_threads_per_cta or 256)

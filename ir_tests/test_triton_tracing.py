@@ -9,7 +9,7 @@ import sympy
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tcport.ir import BATCH, CeilDiv, TileConfig
+from tcport.ir import BATCH, CONTEXT, TOKENS, CeilDiv, TileConfig
 from tcport.kernels.call import AttentionCall, MergeCall, WriteCall
 from tcport.kernels.triton_decode import paged_decode
 from tcport.kernels.triton_merge import merge_states
@@ -19,6 +19,7 @@ from tcport.kernels.triton_write import kv_write
 HEADS, KV_HEADS, DIM, PAGE = 12, 3, 72, 24
 STATIC = {HEADS, KV_HEADS, DIM, PAGE}
 SPLITS = sympy.Max(1, sympy.Min(16, CeilDiv(132, BATCH)))
+BY_ALL_SIZES = sympy.Max(1, sympy.Min(16, CeilDiv(132, BATCH + TOKENS), CeilDiv(CONTEXT, 128)))
 
 
 def tensors(tokens: int, sequences: int) -> dict[str, torch.Tensor]:
@@ -46,7 +47,7 @@ def assert_only_static_sizes_are_assumed(guards: set[sympy.Expr]) -> None:
         assert int(guard.rhs) in STATIC, guard
 
 
-@pytest.mark.parametrize(("splits", "launches"), [(1, 1), (4, 2), (SPLITS, 2)], ids=str)
+@pytest.mark.parametrize(("splits", "launches"), [(1, 1), (4, 2), (SPLITS, 2), (BY_ALL_SIZES, 2)], ids=str)
 def test_decode(splits: int | sympy.Expr, launches: int) -> None:
     def entry(*args: torch.Tensor) -> object:
         call = AttentionCall.of(*args, window=50, return_lse=True)
@@ -57,15 +58,18 @@ def test_decode(splits: int | sympy.Expr, launches: int) -> None:
     assert_only_static_sizes_are_assumed(guards)
 
 
-def test_varlen() -> None:
+@pytest.mark.parametrize(("splits", "launches"), [(1, 1), (4, 2), (BY_ALL_SIZES, 1)], ids=str)
+def test_varlen(splits: int | sympy.Expr, launches: int) -> None:
+    """A number of splits that the trace does not know would cost every prompt its partial results: there are none."""
+
     def entry(*args: torch.Tensor) -> object:
         call = AttentionCall.of(*args[:6], mask=args[6], softcap=3.0)
-        return paged_prefill(call, TileConfig(64, 64, 4, 2), torch.library.wrap_triton)
+        return paged_prefill(call, TileConfig(64, 64, 4, 2, splits), torch.library.wrap_triton)
 
     starts = torch.empty(6, device="meta", dtype=torch.int32)
     mask = torch.empty(33, 90, device="meta", dtype=torch.bool)
     count, guards = launches_and_guards(entry, *tensors(33, 5).values(), starts, mask)
-    assert count == 1
+    assert count == launches
     assert_only_static_sizes_are_assumed(guards)
 
 

@@ -57,9 +57,17 @@ def attend_in_splits(
 def number_of_splits(call: AttentionCall, config: TileConfig) -> int | torch.SymInt:
     """Parts that the keys of every sequence are cut into.
 
-    A number forced by the call goes first. A batch-invariant call takes the tile's number for a batch of one whatever
-    the batch is: with a constant number, how a sequence is cut depends on its own length alone.
+    A number forced by the call goes first. A batch-invariant call takes the tile's number for the smallest sizes
+    whatever its own are: with a constant number, how a sequence is cut depends on its own length alone.
+
+    Where a traced graph leaves sizes open, a number that depends on them is not known to be 1, and the code is that for
+    any number: partial results, and their merge. Beside decode's reading of the cache they are little; a prompt's are
+    as large as all it reads, and its keys are not cut.
     """
     if call.num_splits is not None:
         return min(call.num_splits, _MOST_SPLITS)
-    return config.splits(1 if call.batch_invariant else call.seq_lens.shape[0])
+    if call.batch_invariant:
+        return config.splits(1, 1, 1)
+    context = call.block_table.shape[1] * int(call.k_cache.shape[1])
+    splits = config.splits(call.seq_lens.shape[0], call.query.shape[0], context)
+    return splits if isinstance(splits, int) or call.cu_seqlens_q is None else 1

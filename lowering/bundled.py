@@ -18,7 +18,7 @@ from tcport.ir import AttentionSpec, TileConfig
 from tcport.kernels.call import AttentionCall, Launcher, WriteCall
 from tcport.lowering.candidate import Candidate, Verdict
 from tcport.lowering.registry import Answer, generation, register_lowering, select
-from tcport.lowering.spec import WriteSpec, attention_spec, write_spec
+from tcport.lowering.spec import WriteSpec, attention_spec, opened, write_spec
 from tcport.tiling import rank_tiles
 from tcport.tiling.footprint import compile_target, kernel_sources
 
@@ -121,7 +121,7 @@ def _run_write(*args: Any, **options: Any) -> None:
 
 
 def _first(op: str, name: str, spec: Any, profile: DeviceProfile) -> Callable[[Any], Any]:
-    candidate = _chosen(op, name, spec, profile, generation())
+    candidate = _chosen(op, name, opened(spec), profile, generation())
     return lambda call: candidate.run(call, lambda kernel: kernel)
 
 

@@ -77,6 +77,13 @@ class Candidate:
         """Whether it is PyTorch operations alone, behind which there is nothing."""
         return all(kernel.tier == "torch" for kernel in self.kernels)
 
+    @property
+    def uncut(self) -> Candidate:
+        """It without its number of splits, which is no part of what is compiled."""
+        if not isinstance(self.config, TileConfig):
+            return self
+        return dataclasses.replace(self, config=dataclasses.replace(self.config, num_splits=1))
+
     def __str__(self) -> str:
         return f"{self.kernel} [{self.tier}]" + "".join(
             [f" {self.config}" if self.config else "", *(f" {name}={value}" for name, value in self.options)]

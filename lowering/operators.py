@@ -103,7 +103,15 @@ def choose(operator: Operator, call: Any, profile: DeviceProfile, kernel: Kernel
     Raises:
         OptionError, NoCandidateError: see :func:`tcport.lowering.registry.select`.
     """
-    spec = operator.spec(call)
+    return choose_for(operator, operator.spec(call), profile, kernel)
+
+
+def choose_for(operator: Operator, spec: Any, profile: DeviceProfile, kernel: Kernels = None) -> NodeChoice:
+    """The chain for a spec: the one place where compiled code and eager calls decide.
+
+    Raises:
+        OptionError, NoCandidateError: see :func:`tcport.lowering.registry.select`.
+    """
     return NodeChoice(operator, spec, operator.select(spec, profile, kernel), profile)
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, TypeVar
 
 import sympy
 import torch
 from torch import Tensor
 
-from tcport.ir import AttentionSpec, Dim, KVLayout
+from tcport.ir import BATCH, CONTEXT, TOKENS, AttentionSpec, Dim, KVLayout
 from tcport.kernels.call import AttentionCall, MergeCall, WriteAndAttendCall, WriteCall
+
+Spec = TypeVar("Spec")
+_OPEN_SIZES = {"num_seqs": BATCH, "num_tokens": TOKENS, "max_context": CONTEXT}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +100,21 @@ def write_and_attend_spec(call: WriteAndAttendCall) -> WriteAndAttendSpec:
     return WriteAndAttendSpec(write_spec(call.write), attention_spec(call.attend))
 
 
+def opened(spec: Spec) -> Spec:
+    """The same spec with every size left open that changes from step to step: batch, tokens and context.
+
+    What is chosen for it is chosen for all of them, so that a call of new sizes finds its kernels compiled.
+    """
+    changes: dict[str, Any] = {}
+    for field in dataclasses.fields(spec):  # type: ignore[arg-type]
+        value = getattr(spec, field.name)
+        if field.name in _OPEN_SIZES:
+            changes[field.name] = _OPEN_SIZES[field.name]
+        elif isinstance(value, (AttentionSpec, WriteSpec)):
+            changes[field.name] = opened(value)
+    return dataclasses.replace(spec, **changes)  # type: ignore[type-var]
+
+
 def merge_spec(call: MergeCall) -> MergeSpec:
     """The spec of a merge on real or fake tensors."""
     tokens, heads, head_dim = call.out_a.shape
@@ -123,7 +142,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def compiled_facts(spec: object) -> str:
     """What of a spec can make a kernel compile or not, as text: sizes that stay open and symbolic strides left out."""
     facts = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec)}  # type: ignore[arg-type]
-    closed = {name: value for name, value in facts.items() if name not in ("num_seqs", "num_tokens", "max_context")}
+    closed = {name: value for name, value in facts.items() if name not in _OPEN_SIZES}
     for name, value in closed.items():
         if isinstance(value, KVLayout):
             strides = {k: v if isinstance(v, int) else None for k, v in dataclasses.asdict(value).items()}

@@ -14,14 +14,17 @@ from tcport.failures import cause_of, class_name, details, first_line, raise_if_
 from tcport.ir import TileConfig
 from tcport.logs import logger
 from tcport.lowering.candidate import Candidate
-from tcport.lowering.operators import NodeChoice, Operator, device_of
+from tcport.lowering.operators import NodeChoice, Operator, choose_for, device_of
 from tcport.lowering.registry import Kernels, generation
+from tcport.lowering.spec import opened
 from tcport.probes import trusted
 from tcport.report import Cause, FallbackReason
 
 
 def run(operator: Operator, call: Any, *, kernel: Kernels = None, strict: bool = False) -> Any:
     """Carry out a call on real tensors with the best kernel that works.
+
+    It is chosen as compiled code chooses whose sizes are open: another batch or length takes the same kernels.
 
     Running another kernel after a failed one is safe: attention writes to fresh tensors only, and a cache write that
     was begun is repeated whole, with the same values into the same slots.
@@ -36,7 +39,7 @@ def run(operator: Operator, call: Any, *, kernel: Kernels = None, strict: bool =
         KernelLaunchError: the device reported a fault that no other kernel can survive in this process.
     """
     profile = device_profile(device_of(call))
-    choice = _choice(operator, operator.spec(call), profile, kernel, strict, generation())
+    choice = _choice(operator, opened(operator.spec(call)), profile, kernel, strict, generation())
     for candidate in survivors(choice):
         if quarantine.reason(choice, candidate) is not None:
             continue  # it was lost together with the one before
@@ -167,7 +170,7 @@ def _choice(
     operator: Operator, spec: Any, profile: DeviceProfile, kernel: Kernels, strict: bool, generation: int
 ) -> NodeChoice:
     settle_cache_folders()
-    return screened(NodeChoice(operator, spec, operator.select(spec, profile, kernel), profile), strict=strict)
+    return screened(choose_for(operator, spec, profile, kernel), strict=strict)
 
 
 def _launch(kernel: Any) -> Any:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, TypeVar
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
 
 import sympy
 import torch
@@ -11,8 +13,8 @@ import torch
 Dim = int | sympy.Expr
 """A size that may be symbolic: a Python int, or a sympy expression over the graph's size symbols."""
 
-BATCH = sympy.Symbol("B", integer=True, positive=True)
-"""The number of sequences, where a tile leaves it open (``num_splits`` in terms of ``B``)."""
+BATCH, TOKENS, CONTEXT = (sympy.Symbol(name, integer=True, positive=True) for name in ("B", "T", "C"))
+"""Sequences, query tokens of them all, and keys of the widest block table: the sizes that a tile leaves open."""
 
 IntLike = TypeVar("IntLike", int, torch.SymInt)
 
@@ -99,8 +101,8 @@ class TileConfig:
     """The compile-time shape of one kernel.
 
     ``block_m`` counts packed rows (query tokens x query heads of one KV head), ``block_n`` counts
-    keys. ``num_splits`` is an int or an expression in ``BATCH`` built from ``+ - *``, ``CeilDiv``, and binary ``Min``
-    and ``Max``; 1 means no split-KV.
+    keys. ``num_splits`` is an int or an expression in ``BATCH``, ``TOKENS`` and ``CONTEXT`` built from ``+ - *``,
+    ``CeilDiv``, ``Min`` and ``Max``; 1 means no split-KV.
     """
 
     block_m: int
@@ -110,13 +112,26 @@ class TileConfig:
     num_splits: Dim = 1
     persistent: bool = False
 
-    def splits(self, batch: IntLike) -> int | IntLike:
-        """``num_splits`` for a batch of this size, which may be a ``SymInt`` of a graph being traced."""
+    def splits(self, batch: IntLike, tokens: IntLike, context: IntLike) -> int | IntLike:
+        """``num_splits`` for a call of these sizes, each of which may be a ``SymInt`` of a graph being traced."""
         if isinstance(self.num_splits, int):
             return self.num_splits
-        functions = {"CeilDiv": lambda a, b: (a + b - 1) // b, "Min": torch.sym_min, "Max": torch.sym_max}
-        return sympy.lambdify(BATCH, self.num_splits, modules=[functions])(torch.sym_max(batch, 1))
+        return _evaluator(self.num_splits)(*(_largest(size, 1) for size in (batch, tokens, context)))
 
     def __str__(self) -> str:
         tail = f" splits {self.num_splits}" if self.num_splits != 1 else ""
         return f"{self.block_m}x{self.block_n} w{self.num_warps} st{self.num_stages}{tail}"
+
+
+@functools.lru_cache(maxsize=4096)
+def _evaluator(expression: sympy.Expr) -> Callable[..., Any]:
+    functions = {"CeilDiv": lambda a, b: (a + b - 1) // b, "Min": _smallest, "Max": _largest}
+    return sympy.lambdify((BATCH, TOKENS, CONTEXT), expression, modules=[functions])
+
+
+def _smallest(*sizes: Any) -> Any:
+    return min(sizes) if all(type(size) is int for size in sizes) else functools.reduce(torch.sym_min, sizes)
+
+
+def _largest(*sizes: Any) -> Any:
+    return max(sizes) if all(type(size) is int for size in sizes) else functools.reduce(torch.sym_max, sizes)

@@ -81,7 +81,7 @@ def keys_of(choice: NodeChoice, candidate: Candidate) -> dict[Candidate, str]:
 
 
 def _key(device: str, kernel: Candidate, spec: Any) -> str:
-    facts = (fingerprint(), device, kernel.source, str(kernel), compiled_facts(spec))
+    facts = (fingerprint(), device, kernel.source, str(kernel.uncut), compiled_facts(spec))
     return hashlib.sha256("\0".join(facts).encode()).hexdigest()
 
 

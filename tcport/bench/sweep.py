@@ -93,8 +93,8 @@ def tiles_of(inputs: Inputs) -> list[TileConfig]:
     """The ranked tiles, and each that splits its keys also with half and with twice as many splits."""
     spec = attention_spec(AttentionCall.of(**inputs.arguments))
     ranked = rank_tiles(spec, device_profile(inputs.arguments["query"].device)).configs
-    batch = len(inputs.case.lens)
-    tiles = [dataclasses.replace(config, num_splits=int(config.splits(batch))) for config in ranked]
+    sizes = (int(spec.num_seqs), int(spec.num_tokens), int(spec.max_context))
+    tiles = [dataclasses.replace(config, num_splits=config.splits(*sizes)) for config in ranked]
     others = [
         dataclasses.replace(tile, num_splits=splits)
         for tile in tiles

@@ -15,7 +15,7 @@ from tcport.tiling.constraints import Constraint, constraints, tile_values, vect
 from tcport.tiling.cost import cost_model, cost_values
 from tcport.tiling.limits import Limits, limits_of
 from tcport.tiling.problem import Problem, padded, problem_of
-from tcport.tiling.splits import split_count, splits_at
+from tcport.tiling.splits import split_count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +129,8 @@ class TileLayoutOptimizer:
 
     def _cost_values(self, config: TileConfig, problem: Problem) -> dict[str, float]:
         values = cost_values(config, problem, self.profile, self.limits, self._demand(config))
-        return self._values(config) | values | {"splits": splits_at(config.num_splits, problem.num_seqs)}
+        splits = config.splits(problem.num_seqs, problem.num_tokens, problem.max_context)
+        return self._values(config) | values | {"splits": splits}
 
     def _with_splits(self, config: TileConfig) -> TileConfig:
         return dataclasses.replace(config, num_splits=self._splits(config))

@@ -27,7 +27,7 @@ class Problem:
         query_bytes: bytes of one element of the dtype that products are taken in.
         kv_bytes: bytes of one element of the cache.
         run_bytes: bytes of one KV head that lie together in memory: a token's, or a page's in a head-major cache.
-        open_batch, open_context: the size is symbolic, and ``num_seqs``/``max_context`` is nominal.
+        open_batch, open_tokens, open_context: the size is symbolic, and its number is nominal.
     """
 
     kernel: str
@@ -48,6 +48,7 @@ class Problem:
     num_tokens: int
     max_context: int
     open_batch: bool
+    open_tokens: bool
     open_context: bool
 
     def scenarios(self) -> tuple[Problem, ...]:
@@ -107,6 +108,7 @@ def problem_of(spec: AttentionSpec) -> Problem:
         num_tokens=_number(spec.num_tokens, num_seqs * per_seq, blind),
         max_context=_number(spec.max_context, NOMINAL_CONTEXT, blind),
         open_batch=blind or is_symbolic(spec.num_seqs),
+        open_tokens=blind or is_symbolic(spec.num_tokens),
         open_context=blind or is_symbolic(spec.max_context),
     )
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sympy
 
-from tcport.ir import BATCH, CeilDiv, Dim
-from tcport.tiling.formula import Formula
+from tcport.ir import BATCH, CONTEXT, TOKENS, CeilDiv, Dim
 from tcport.tiling.problem import Problem
 
 # Two CTAs per unit hide each other's latencies; more only make more partial results.
@@ -18,41 +17,41 @@ _INVARIANT_BATCH = 8
 
 
 def split_count(problem: Problem, block_m: int, block_n: int, units: int, resident: int, *, invariant: bool) -> Dim:
-    """The number of splits: an int, or an expression in ``BATCH`` when the batch is open.
+    """The number of splits: an int, or an expression in the sizes that are open.
 
-    The batch's blocks times the splits shall be about two CTAs per unit, but not more than are resident at a time.
+    The call's blocks times the splits shall be about two CTAs per unit, but not more than are resident at a time.
 
     Args:
         units: compute units.
         resident: CTAs of this tile that one unit holds.
-        invariant: the number must not depend on the batch.
+        invariant: the number must not depend on the call's sizes.
     """
-    if problem.kernel != "decode" and problem.open_batch:
-        return 1
     blocks = problem.num_kv_heads * -(-problem.rows // block_m)
-    if problem.kernel != "decode":
-        # Blocks of query rows of all sequences, per sequence: a symbolic batch has returned above.
-        tokens = max(1, block_m // problem.rows)
-        blocks *= max(1, -(-(problem.num_tokens // tokens + problem.num_seqs) // problem.num_seqs))
-    most = min(_MOST, max(1, problem.max_context // max(_KEYS_PER_SPLIT, block_n)))
-    if problem.open_context:
-        most = _MOST
-    if invariant:
-        return max(1, min(most, -(-_CTAS_PER_UNIT * units // (blocks * _INVARIANT_BATCH))))
     wanted, room = _CTAS_PER_UNIT * units, resident * units
-    if not problem.open_batch:
-        work = blocks * problem.num_seqs
-        return max(1, min(most, -(-wanted // work), room // work))
-    if most == 1:
-        return 1
-    work = blocks * BATCH
-    if wanted <= room // 2:
-        # Rounding up cannot exceed the room: it adds less than one more round of the blocks.
-        return sympy.Max(1, sympy.Min(most, CeilDiv(wanted, work)))
-    # floor(room / work), said with the ceiling that a traced batch size knows how to evaluate.
-    return sympy.Max(1, sympy.Min(most, CeilDiv(room + 1 - work, work)))
+    if invariant:
+        return 1 if problem.kernel != "decode" else _between(-(-wanted // (blocks * _INVARIANT_BATCH)), _MOST)
+    batch: Dim = BATCH if problem.open_batch else problem.num_seqs
+    work = blocks * batch
+    if problem.kernel != "decode":  # each sequence may begin a block of its own
+        tokens: Dim = TOKENS if problem.open_tokens else problem.num_tokens
+        work = blocks * (_floor_div(tokens, max(1, block_m // problem.rows)) + batch)
+    context: Dim = CONTEXT if problem.open_context else problem.max_context
+    most = _floor_div(context, max(_KEYS_PER_SPLIT, block_n))
+    return _between(_ceil_div(wanted, work), _MOST, most, _floor_div(room, work))
 
 
-def splits_at(splits: Dim, batch: int) -> int:
-    """The number of splits at a batch of this size."""
-    return splits if isinstance(splits, int) else int(Formula("splits", splits)({BATCH.name: batch}))
+def _between(wanted: Dim, *limits: Dim) -> Dim:
+    """``wanted``, at least 1 and otherwise at most each limit."""
+    if all(isinstance(size, int) for size in (wanted, *limits)):
+        return max(1, min(wanted, *limits))  # type: ignore[type-var]
+    # Unevaluated: sympy would spend seconds on asking which of the sizes is the smallest.
+    return sympy.Max(1, sympy.Min(wanted, *limits, evaluate=False), evaluate=False)
+
+
+def _ceil_div(a: Dim, b: Dim) -> Dim:
+    return -(-a // b) if isinstance(a, int) and isinstance(b, int) else CeilDiv(a, b)  # type: ignore[return-value]
+
+
+def _floor_div(a: Dim, b: Dim) -> Dim:
+    """Said with the ceiling, which a traced size knows how to evaluate."""
+    return _ceil_div(a + 1 - b, b)
