@@ -98,6 +98,7 @@ def raising(error: BaseException, tiles: tuple[TileConfig, ...] = TILES) -> Call
 # An operator that fails when compiled code runs it, as a kernel does whose launch the driver refuses.
 _LIBRARY = torch.library.Library("tcport_faults", "FRAGMENT")
 _LIBRARY.define("launch(Tensor x, str kernel) -> Tensor")
+_LIBRARY.define("work(Tensor x) -> Tensor")
 _refused: dict[str, BaseException] = {}
 
 
@@ -130,4 +131,6 @@ def _launch(x: torch.Tensor, kernel: str) -> torch.Tensor:
 
 
 _LIBRARY.impl("launch", _launch, "CPU")
+_LIBRARY.impl("work", lambda x: _launch(x, "work"), "CPU")
+torch.library.register_fake("tcport_faults::work", torch.empty_like, lib=_LIBRARY)
 torch.library.register_fake("tcport_faults::launch", lambda x, kernel: torch.empty_like(x), lib=_LIBRARY)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 from collections.abc import Iterator
@@ -17,8 +18,10 @@ import tcport
 from tcport import chain, history, quarantine
 from tcport.bundle import cuda_driver, launch, read_bundle
 from tcport.bundle.manifest import Bundle
-from tcport.errors import KernelBuildError, NoCandidateError
+from tcport.errors import BundleError, KernelBuildError, NoCandidateError
+from tcport.failures import cause_of
 from tcport.kernels import reference
+from tcport.lowering import bundled
 from tcport.lowering.operators import PAGED_ATTENTION, WRITE_AND_ATTEND, choose, choose_for
 from tcport.lowering.registry import touch
 from tcport.lowering.spec import attention_spec, opened
@@ -129,6 +132,52 @@ def test_a_bundle_for_something_else_is_no_link_and_the_reason_is_told(
     with pytest.raises(NoCandidateError, match=said):
         chain.run(PAGED_ATTENTION, PAGED_ATTENTION.call(*problem()), kernel="bundle_attention")
     assert read == []
+
+
+def test_the_environment_may_name_another_bundle_at_any_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = FakeDriver()
+    monkeypatch.setattr(cuda_driver, "_driver", lambda: driver)
+    call = PAGED_ATTENTION.call(*problem())
+    chain.run(PAGED_ATTENTION, call, kernel="bundle_attention")
+    monkeypatch.delenv("TCPORT_BUNDLE")
+    with pytest.raises(NoCandidateError, match="no bundle is loaded"):
+        chain.run(PAGED_ATTENTION, call, kernel="bundle_attention")
+    monkeypatch.setenv("TCPORT_BUNDLE", str(folder))
+    chain.run(PAGED_ATTENTION, call, kernel="bundle_attention")
+
+
+def test_a_graph_s_operator_runs_the_tile_it_was_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a bundle with several tiles: a tile that failed is not run again in the name of the next one."""
+    monkeypatch.setattr(bundled, "device_profile", lambda device: H200)
+    driver = FakeDriver()
+    monkeypatch.setattr(cuda_driver, "_driver", lambda: driver)
+    args = problem()
+    links = choose(PAGED_ATTENTION, PAGED_ATTENTION.call(*args), H200).selection.candidates
+    tiles = [str(link.uncut.config) for link in links if link.kernel == "bundle_attention"]
+    assert len(tiles) == len(set(tiles)) >= 1
+    chosen: list[str] = []
+    select = bundled.select
+
+    def spied(*given: Any, **named: Any) -> Any:
+        selection = select(*given, **named)
+
+        def run(link: Any) -> Any:
+            return lambda call, launch: chosen.append(str(link.uncut.config)) or link.run(call, launch)
+
+        links = tuple(dataclasses.replace(link, run=run(link)) for link in selection.candidates)
+        return dataclasses.replace(selection, candidates=links)
+
+    monkeypatch.setattr(bundled, "select", spied)
+    touch()
+    for tile in tiles:
+        torch.ops.tcport.bundle_attention(*args, tile=tile)
+    assert chosen == tiles
+    with pytest.raises(BundleError, match="No bundle in use holds bundle_attention 8x8 w1 st1"):
+        torch.ops.tcport.bundle_attention(*args, tile="8x8 w1 st1")
+    monkeypatch.delenv("TCPORT_BUNDLE")
+    with pytest.raises(BundleError, match="no bundle is loaded") as caught:
+        torch.ops.tcport.bundle_attention(*args, tile=tiles[0])
+    assert cause_of(caught.value) == "unavailable"  # a graph steps down
 
 
 def test_a_forced_blob_that_is_corrupt_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import random
 from collections.abc import Iterator
@@ -16,8 +17,8 @@ from torch import Tensor
 from torch._inductor.codecache import LambdaFuture
 
 import tcport
-from tcport import _inductor, history, quarantine
-from tcport._inductor import failed_kernel
+from tcport import history, quarantine
+from tcport._inductor_blame import failed_call, failed_kernel, naming
 from tcport.emission import Emitted
 from tcport.errors import KernelBuildError, KernelLaunchError
 from tcport.kernels import decomposition, reference
@@ -203,17 +204,17 @@ def test_compiled_code_calls_a_bundle_as_one_operator(monkeypatch: pytest.Monkey
     """Precompiled kernels in a compiled graph: the write is seen as one, and the report names the link."""
     calls: list[str] = []
 
-    def first(op: str, name: str, spec: object, profile: object) -> Any:
-        calls.append(name)
+    def kernel(op: str, name: str, spec: object, profile: object, tile: str) -> Any:
+        calls.append(f"{name} {tile}")
         if op == "kv_write":
             return lambda call: reference.kv_write(call.key, call.value, call.k_cache, call.v_cache, call.slot_mapping)
         return lambda call: decomposition.paged_attention(call)
 
-    monkeypatch.setattr(bundled, "_first", first)
+    monkeypatch.setattr(bundled, "_kernel", kernel)
     args = [*new_tokens(), *state()]
     with contextlib.ExitStack() as stack:
         for op, name in (("paged_attention", "bundle_attention"), ("kv_write", "bundle_write")):
-            run = bundled._runner(name, TILES[0], lambda kernel: kernel)
+            run = bundled._runner(name, dataclasses.replace(TILES[0], num_splits=7), lambda kernel: kernel)
             rows = register_lowering(op, name=f"{name}_here", vendor="cpu", priority=9)
             rows(lambda spec, profile, name=name, run=run: Candidate(f"{name}_here", "tuned", run))
             stack.callback(unregister_lowering, op, f"{name}_here")
@@ -224,7 +225,60 @@ def test_compiled_code_calls_a_bundle_as_one_operator(monkeypatch: pytest.Monkey
     assert last is not None
     assert [n.kernel for n in last.nodes] == ["bundle_write_here+bundle_attention_here"]
     assert last.clones == []
-    assert calls == ["bundle_write", "bundle_attention"]
+    assert calls == ["bundle_write 64x64 w4 st3", "bundle_attention 64x64 w4 st3"]
+
+
+def test_of_two_opaque_kernels_the_one_that_failed_is_left() -> None:
+    """Two layers, each on an operator that generated code calls: head dim 16 on the first kernel, 32 on the second."""
+    kc, vc, table, lens = state()
+    wide = [torch.randn(2, 4, 32), *(torch.randn(*kc.shape[:3], 32) for _ in range(2))]
+    args = [new_tokens()[0], kc, vc, *wide, table, lens]
+    narrow, second = launching("first"), launching("second")
+    lower = narrow.lower
+    narrow.lower = lambda spec, profile: (lower if spec.head_dim_qk == 16 else second.lower)(spec, profile)  # type: ignore[method-assign]
+    with installed(narrow):
+        compiled = torch.compile(two_layers, backend="tcport", options={"force_disable_caches": True})
+        compiled(*args)
+        before = len(history.fallbacks())
+        refuse("second", RuntimeError("Triton Error [CUDA]: invalid argument"))
+        for out, problem in zip(compiled(*args), (args[:3], args[3:6]), strict=True):
+            torch.testing.assert_close(out, reference.paged_attention(*problem, table, lens)[0], rtol=1e-5, atol=1e-5)
+    (step,) = history.fallbacks()[before:]
+    assert (step.kernel, step.to, step.cause) == ("second [tuned]", "torch_attention [torch]", "launch")
+
+
+def test_an_operator_of_the_model_s_own_costs_no_kernel() -> None:
+    """It fails as a launch does, in a graph with a kernel of tcport's: nothing steps down, and its error is raised."""
+
+    def model(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, table: Tensor, lens: Tensor) -> Tensor:
+        return torch.ops.tcport_faults.work(serve(q, k, v, kc, vc, table, lens) * 2)
+
+    args = [*new_tokens(), *state()]
+    with installed(launching("first")):
+        compiled = torch.compile(model, backend="tcport", options={"force_disable_caches": True})
+        compiled(*args)
+        before = len(history.fallbacks())
+        refuse("work", RuntimeError("Triton Error [CUDA]: invalid argument"))
+        try:
+            with pytest.raises(RuntimeError, match="invalid argument"):
+                compiled(*args)
+        finally:
+            refuse("work", None)
+        assert len(history.fallbacks()) == before
+
+
+def test_an_operator_s_call_is_told_by_its_name_and_by_what_it_is_given() -> None:
+    node = Emitted("node", None, None)  # type: ignore[arg-type]
+    kernels = [Candidate(name, "blob", print) for name in ("narrow", "wide", "write")]
+    for kernel, name, given in zip(kernels, ("ns.attend", "ns.attend", "ns.write"), (0.25, 0.125, "x"), strict=True):
+        node._note_call(kernel, f"{name}.default", (torch.ones(1), given, 7, None))
+    narrow, wide, write = kernels
+    line = "buf1 = torch.ops.ns.attend.default(buf0, 0.125, 7)"
+    assert node.callers(line, exactly=True) == [wide]
+    assert node.callers(line, exactly=False) == [narrow, wide]
+    assert node.callers("torch.ops.ns.write.default(buf0, 'x')", exactly=True) == [write]
+    assert node.callers("torch.ops.ns.attend_more.default(buf0, 0.125)", exactly=False) == []
+    assert failed_call(ValueError("raised by no generated code")) is None
 
 
 def test_a_compile_that_fails_now_or_in_a_worker_names_its_kernel() -> None:
@@ -232,7 +286,7 @@ def test_a_compile_that_fails_now_or_in_a_worker_names_its_kernel() -> None:
         raise RuntimeError("ptxas fatal")
 
     for compile_triton in (broken, lambda *args: LambdaFuture(broken)):
-        named = _inductor._naming(compile_triton)
+        named = naming(compile_triton)
         with pytest.raises(RuntimeError, match="ptxas fatal") as caught:
             named(None, "attend", "its source").result()
         assert failed_kernel(caught.value) == ("attend", "its source")

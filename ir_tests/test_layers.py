@@ -57,6 +57,7 @@ LAYERS = {
     "tcport.bundle.command": 4,
     "tcport._inductor": 3,
     "tcport._inductor_race": 3,
+    "tcport._inductor_blame": 3,
     "tcport._inductor_patterns": 3,
     "tcport.pattern_engine": 3,
     "tcport.eager": 4,
@@ -86,8 +87,8 @@ LAYERS = {
     "tcport": 5,
 }
 
-# The two that may name private parts of torch: Inductor as a compiler, and its pattern matcher.
-PRIVATE = ("tcport._inductor", "tcport._inductor_patterns", "tcport._inductor_race")
+# Those that may name private parts of torch: Inductor as a compiler, what it raises, its races, its pattern matcher.
+PRIVATE = ("tcport._inductor", "tcport._inductor_blame", "tcport._inductor_patterns", "tcport._inductor_race")
 
 # Private by spelling, public by documentation.
 PUBLIC_UNDERSCORES = {"torch._check", "torch._check_is_size"}

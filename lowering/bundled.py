@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -11,9 +12,9 @@ import torch
 from tcport import ops
 from tcport.bundle.facts import facts_of
 from tcport.bundle.manifest import Entry
-from tcport.bundle.store import bundles
+from tcport.bundle.store import bundles, named_folders
 from tcport.device import DeviceProfile, device_profile
-from tcport.errors import NoTileError
+from tcport.errors import BundleError, NoCandidateError, NoTileError
 from tcport.ir import AttentionSpec, TileConfig
 from tcport.kernels.call import AttentionCall, Launcher, WriteCall
 from tcport.lowering.candidate import Candidate, Verdict
@@ -80,9 +81,11 @@ def _with_splits(tile: TileConfig, spec: AttentionSpec | WriteSpec, profile: Dev
 
 
 def _runner(name: str, config: TileConfig, launcher: Launcher) -> Callable[[Any, Launcher], Any]:
+    tile = str(dataclasses.replace(config, num_splits=1))
+
     def run(call: AttentionCall | WriteCall, launch: Launcher) -> Any:
         if launch is torch.library.wrap_triton or getattr(launch, "traced", False):
-            return _call_twin(name, call)
+            return _call_twin(name, call, tile)
         return _entry(call)(call, launch=launcher, config=config)
 
     return run
@@ -102,32 +105,40 @@ def _entry(call: AttentionCall | WriteCall) -> Callable[..., Any]:
     return paged_prefill
 
 
-def _call_twin(name: str, call: AttentionCall | WriteCall) -> Any:
-    """In traced code a launch through the driver is one opaque operator."""
+def _call_twin(name: str, call: AttentionCall | WriteCall, tile: str) -> Any:
+    """In traced code a launch through the driver is one opaque operator, told which of the bundles' tiles to run."""
     values = vars(call)
     positional = _POSITIONAL[name]
     options = {key: value for key, value in values.items() if key not in positional}
-    return getattr(torch.ops.tcport, name).default(*(values[key] for key in positional), **options)
+    return getattr(torch.ops.tcport, name).default(*(values[key] for key in positional), **options, tile=tile)
 
 
-def _run_attention(*args: Any, **options: Any) -> Any:
+def _run_attention(*args: Any, tile: str, **options: Any) -> Any:
     call = AttentionCall.of(*args, **options)
-    return _first("paged_attention", "bundle_attention", attention_spec(call), device_profile(call.query.device))(call)
+    spec, profile = attention_spec(call), device_profile(call.query.device)
+    return _kernel("paged_attention", "bundle_attention", spec, profile, tile)(call)
 
 
-def _run_write(*args: Any, **options: Any) -> None:
+def _run_write(*args: Any, tile: str, **options: Any) -> None:
     call = WriteCall.of(*args, **options)
-    _first("kv_write", "bundle_write", write_spec(call), device_profile(call.key.device))(call)
+    _kernel("kv_write", "bundle_write", write_spec(call), device_profile(call.key.device), tile)(call)
 
 
-def _first(op: str, name: str, spec: Any, profile: DeviceProfile) -> Callable[[Any], Any]:
-    candidate = _chosen(op, name, opened(spec), profile, generation())
+def _kernel(op: str, name: str, spec: Any, profile: DeviceProfile, tile: str) -> Callable[[Any], Any]:
+    candidate = _chosen(op, name, opened(spec), profile, tile, (generation(), named_folders()))
     return lambda call: candidate.run(call, lambda kernel: kernel)
 
 
 @functools.lru_cache(maxsize=1024)
-def _chosen(op: str, name: str, spec: Any, profile: DeviceProfile, generation: int) -> Candidate:
-    return select(op, spec, profile, kernel=name).candidates[0]
+def _chosen(op: str, name: str, spec: Any, profile: DeviceProfile, tile: str, state: object) -> Candidate:
+    try:
+        candidates = select(op, spec, profile, kernel=name).candidates
+    except NoCandidateError as error:
+        raise BundleError(f"No bundle in use has the kernel of a graph: {error.cause}", error.remedy) from error
+    for candidate in candidates:
+        if str(candidate.uncut.config) == tile:
+            return candidate
+    raise BundleError(f"No bundle in use holds {name} {tile}.", "Name the bundle that the graph was compiled with.")
 
 
 _KERNELS: dict[type, Callable[[Any], str]] = {
@@ -138,5 +149,5 @@ _POSITIONAL = {
     "bundle_attention": ("query", "k_cache", "v_cache", "block_table", "seq_lens", "cu_seqlens_q"),
     "bundle_write": ("key", "value", "k_cache", "v_cache", "slot_mapping"),
 }
-ops.define_twin("bundle_attention", "paged_attention", _run_attention)
-ops.define_twin("bundle_write", "kv_write", _run_write)
+ops.define_twin("bundle_attention", "paged_attention", _run_attention, more="str tile")
+ops.define_twin("bundle_write", "kv_write", _run_write, more="str tile")

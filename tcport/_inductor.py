@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,18 +19,17 @@ from torch._functorch.aot_autograd import make_boxed_func  # pyright: ignore[rep
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import config, ir
 from torch._inductor.async_compile import AsyncCompile
-from torch._inductor.codecache import CodeCacheFuture
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.graph import GraphLowering
 from torch._inductor.lowering import lowerings, process_subgraph_nodes, register_lowering
-from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from tcport._inductor_blame import naming
 from tcport._inductor_race import Race, winner
 
 
@@ -146,21 +143,6 @@ def unwrapped(error: Exception) -> Exception:
     return twin
 
 
-def failed_kernel(error: BaseException | None) -> tuple[str, str] | None:
-    """Name and generated source of the Triton kernel behind an exception that came out of Inductor or its code.
-
-    None where no kernel is behind it, or it cannot be told.
-    """
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        named = getattr(error, _KERNEL, None) or _launched_kernel(error)
-        if named is not None:
-            return named
-        error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
-    return None
-
-
 @contextlib.contextmanager
 def outside_dynamo(example_inputs: Sequence[Any]) -> Iterator[None]:
     """What Inductor needs around it where Dynamo does not call it: the fake mode of the graph's inputs."""
@@ -266,7 +248,7 @@ def _installed(
         register_lowering(torch.ops.aten.sym_storage_offset.default, type_promotion_kind=None)(_storage_offset)
     compile_triton = AsyncCompile.triton
     GraphLowering.codegen = audited_codegen  # type: ignore[method-assign]
-    AsyncCompile.triton = _naming(compile_triton)  # type: ignore[method-assign]
+    AsyncCompile.triton = naming(compile_triton)  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -275,42 +257,6 @@ def _installed(
         for overload in overloads:
             lowerings.pop(overload, None)
         lowerings.update(before)
-
-
-_KERNEL = "tcport_kernel"
-
-
-def _naming(compile_triton: Callable[..., Any]) -> Callable[..., Any]:
-    """Inductor's Triton compile, each of whose exceptions says which kernel it is about.
-
-    Kernels compile in other processes, and what comes back is text; which of a graph's kernels failed decides which of
-    its nodes steps down.
-    """
-
-    def triton(self: AsyncCompile, kernel_name: str, source_code: str, *args: Any, **kwargs: Any) -> Any:
-        def named(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            try:
-                return function(*args, **kwargs)
-            except Exception as error:
-                setattr(error, _KERNEL, (kernel_name, source_code))
-                raise
-
-        kernel = named(compile_triton, self, kernel_name, source_code, *args, **kwargs)
-        if isinstance(kernel, CodeCacheFuture):
-            kernel.result = functools.partial(named, kernel.result)  # type: ignore[method-assign]
-        return kernel
-
-    return triton
-
-
-def _launched_kernel(error: BaseException) -> tuple[str, str] | None:
-    """The generated kernel that raised at its launch."""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        kernel = frame.f_locals.get("self")
-        if isinstance(kernel, CachingAutotuner):
-            constants = [kernel.triton_meta, *(config.all_kwargs() for config in kernel.configs or ())]
-            return str(kernel.inductor_meta.get("kernel_name") or kernel.fn.__name__), repr(constants)
-    return None
 
 
 def _lowering(emit: Callable[[torch.fx.Node], Emission | Race]) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ import torch
 import torch.fx
 
 from tcport import _inductor, passes, pattern_engine, quarantine  # noqa: F401  (what two of them register is used)
+from tcport._inductor_blame import failed_call, failed_kernel
 from tcport._inductor_race import Race, Way, real_tensors
 from tcport.bundle.store import bundles
 from tcport.chain import screened, step_down, survivors
@@ -84,13 +85,13 @@ class Attempt:
 
     def blamed(self, error: BaseException) -> list[Failed]:
         """The kernels behind a failure: known exactly where the failure names one, else all that may fail."""
-        named = _inductor.failed_kernel(error)
-        return [
-            (emitted, kernel)
-            for emitted in self.emitted
-            for kernel in (emitted.candidate.kernels if named is None else emitted.makers(*named))
-            if kernel.may_fail
-        ]
+        named, line = failed_kernel(error), failed_call(error)
+        if named is not None:
+            return self._of_each(lambda emitted: emitted.makers(*named))
+        if line is not None:
+            exact = self._of_each(lambda emitted: emitted.callers(line, exactly=True))
+            return exact or self._of_each(lambda emitted: emitted.callers(line, exactly=False))
+        return self._of_each(lambda emitted: emitted.candidate.kernels)
 
     def step_down(self, failed: Sequence[Failed], error: BaseException, cause: Cause) -> None:
         """Take kernels that failed out of their chains; layers that share a kernel share the step."""
@@ -98,6 +99,10 @@ class Attempt:
         for e, kernel in reversed(distinct.values()):
             reason = step_down(e.choice, e.candidate, kernel, error, cause, node=e.node, strict=self.options.strict)
             self.report.fallbacks.append(reason)
+
+    def _of_each(self, kernels: Callable[[Emitted], Sequence[Candidate]]) -> list[Failed]:
+        """Those of the kernels of each node that may fail."""
+        return [(emitted, kernel) for emitted in self.emitted for kernel in kernels(emitted) if kernel.may_fail]
 
     def _run_functional(self, graph: torch.fx.Graph) -> None:
         self.unrepeatable = unrepeatable(graph)

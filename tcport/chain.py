@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 from tcport import history, quarantine
+from tcport.bundle.store import named_folders
 from tcport.cache_folders import settle_cache_folders
 from tcport.counting import count
 from tcport.device import DeviceProfile, device_profile
@@ -39,7 +40,8 @@ def run(operator: Operator, call: Any, *, kernel: Kernels = None, strict: bool =
         KernelLaunchError: the device reported a fault that no other kernel can survive in this process.
     """
     profile = device_profile(device_of(call))
-    choice = _choice(operator, opened(operator.spec(call)), profile, kernel, strict, generation())
+    state = (generation(), named_folders())
+    choice = _choice(operator, opened(operator.spec(call)), profile, kernel, strict, state)
     for candidate in survivors(choice):
         if quarantine.reason(choice, candidate) is not None:
             continue  # it was lost together with the one before
@@ -167,7 +169,7 @@ def _error(cause: Cause) -> type[KernelBuildError] | type[KernelLaunchError]:
 
 @functools.lru_cache(maxsize=4096)
 def _choice(
-    operator: Operator, spec: Any, profile: DeviceProfile, kernel: Kernels, strict: bool, generation: int
+    operator: Operator, spec: Any, profile: DeviceProfile, kernel: Kernels, strict: bool, state: object
 ) -> NodeChoice:
     settle_cache_folders()
     return screened(choose_for(operator, spec, profile, kernel), strict=strict)

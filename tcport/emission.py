@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from tcport._inductor_blame import noting_calls
 from tcport.lowering.candidate import Candidate
 from tcport.lowering.operators import NodeChoice
 
@@ -23,6 +25,8 @@ class Emitted:
     Attributes:
         launches: of each Triton launch: the kernel of the candidate that makes it, the function's name, and the
             whole-number arguments (tile constants, warps, stages).
+        calls: of each operator that is called as it is, opaque to the compiler: the kernel of the candidate that calls
+            it, the operator's name, and its strings and floats as code spells them.
         running: the kernel that was traced last.
     """
 
@@ -30,15 +34,18 @@ class Emitted:
     choice: NodeChoice
     candidate: Candidate
     launches: list[tuple[Candidate, str, dict[str, int]]] = dataclasses.field(default_factory=list)
+    calls: list[tuple[Candidate, str, tuple[str, ...]]] = dataclasses.field(default_factory=list)
     running: Candidate | None = None
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The node's results from its arguments, for tracing."""
         self.launches.clear()
+        self.calls.clear()
         results = None
         for kernel, call in self.candidate.steps(self.choice.operator.call(*args, **kwargs)):
             self.running = kernel
-            results = kernel.run(call, self._launcher(kernel))
+            with noting_calls(functools.partial(self._note_call, kernel)):
+                results = kernel.run(call, self._launcher(kernel))
         return results
 
     def makers(self, kernel: str, source: str) -> list[Candidate]:
@@ -55,6 +62,22 @@ class Emitted:
             if re.fullmatch(rf"{name}(_\d+)?", kernel) and _agrees(constants, source)
         ]
         return list(dict.fromkeys(makers))
+
+    def callers(self, line: str, *, exactly: bool) -> list[Candidate]:
+        """Which kernels of this node's a line of generated code belongs to, that calls an operator.
+
+        Args:
+            exactly: with the very strings and floats of the line, which tell nodes apart that call one operator.
+        """
+        callers = [
+            caller
+            for caller, name, literals in self.calls
+            if f"torch.ops.{name}(" in line and (not exactly or all(literal in line for literal in literals))
+        ]
+        return list(dict.fromkeys(callers))
+
+    def _note_call(self, kernel: Candidate, name: str, arguments: tuple[Any, ...]) -> None:
+        self.calls.append((kernel, name, tuple(repr(value) for value in arguments if type(value) in (str, float))))
 
     def _launcher(self, kernel: Candidate) -> Callable[[Any], Any]:
         if not kernel.needs_compiler:

@@ -211,11 +211,22 @@ def _checked(check: Callable[..., None], *args: Any, **kwargs: Any) -> None:
             raise
 
 
-def define_twin(name: str, of: str, run: Callable[..., Any]) -> None:
-    """Define an operator that takes and returns what another does, for code that must call one kernel and no other."""
+def define_twin(name: str, of: str, run: Callable[..., Any], *, more: str = "") -> None:
+    """Define an operator that takes and returns what another does, for code that must call one kernel and no other.
+
+    Args:
+        more: one argument besides, by name, that the result's shape does not depend on, such as ``"str tile"``.
+    """
     arguments, fake = _DEFINED[of]
+    if more:
+        arguments = arguments.replace(") -> ", f", {more}) -> ")
+        fake = _without(more.split()[-1], fake)
     _define(name, arguments, fake)
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+
+
+def _without(extra: str, fake: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **options: fake(*args, **{name: value for name, value in options.items() if name != extra})
 
 
 _DEFINED: dict[str, tuple[str, Callable[..., Any]]] = {}

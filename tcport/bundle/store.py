@@ -31,8 +31,13 @@ def use_bundle(folder: str | Path) -> Bundle:
 
 def bundles() -> tuple[tuple[Bundle, ...], tuple[str, ...]]:
     """The bundles to look into, in order, and why folders that were named hold none."""
-    named, faults = _named(os.environ.get(ENVIRONMENT_VARIABLE, ""))
+    named, faults = _named(named_folders())
     return (*_asked, *named), faults
+
+
+def named_folders() -> str:
+    """What ``TCPORT_BUNDLE`` says now: what was chosen while it said something else may be out of date."""
+    return os.environ.get(ENVIRONMENT_VARIABLE, "")
 
 
 def cpu_library(identity: str) -> Path | None:
