@@ -157,7 +157,8 @@ def test_attention_alone_on_triton_with_the_write_by_the_next(monkeypatch: pytes
     assert [n.kernel for n in tcport.last_report().nodes] == ["torch_write+triton_decode"]  # type: ignore[union-attr]
     assert tcport.last_report().clones == []  # type: ignore[union-attr]
     last = history.fallbacks()[-1]
-    assert (last.kernel, last.to, last.cause) == ("triton_write [tuned]", "torch_write [torch]", "wrong numbers")
+    assert (last.to, last.cause) == ("torch_write [torch]", "wrong numbers")
+    assert last.kernel.startswith("triton_write [tuned] ")
     check(decode, batch())
 
 

@@ -4,16 +4,20 @@ import dataclasses
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import sympy
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tcport.device import DeviceProfile, catalogue, catalogue_profile
 from tcport.errors import ArgumentError, NoTileError
-from tcport.ir import BATCH, AttentionSpec
+from tcport.ir import BATCH, TOKENS, AttentionSpec
+from tcport.kernels.call import WriteCall
+from tcport.kernels.offline import record
+from tcport.lowering.registry import select
+from tcport.lowering.spec import WriteSpec
 from tcport.tiling import TileLayoutOptimizer, rank_tiles, rank_write_tiles
 from tcport.tiling.plan import plain_spec
 from tcport.tiling.problem import padded, split_head_dim
@@ -175,11 +179,43 @@ def test_impossible_spec_is_refused_by_name():
         rank_tiles(decode_spec(num_q_heads=7, num_kv_heads=2), H200)
 
 
-def test_writes_have_a_tile_that_gives_every_thread_sixteen_bytes():
-    spec = SimpleNamespace(num_tokens=8192, num_kv_heads=8, head_dim_qk=128, head_dim_v=128, source_dtype="bfloat16")
-    best = rank_write_tiles(spec, H200).configs[0]
-    assert best.block_n == 128
-    assert best.block_m * 128 * 2 == best.num_warps * 32 * 16
+def write_spec(**changes) -> WriteSpec:
+    spec = decode_spec()
+    layouts = spec.k_layout, spec.v_layout
+    return dataclasses.replace(WriteSpec(8192, 8, 128, 128, "bfloat16", "bfloat16", *layouts, False), **changes)
+
+
+def test_writes_have_a_tile_that_keeps_every_thread_busy():
+    """A row of 128 in 16 bits is 256 bytes: 16 threads move it at once, and each shall move two pieces."""
+    for tokens in (TOKENS, 8192, 64):
+        best = rank_write_tiles(write_spec(num_tokens=tokens), H200).configs[0]
+        assert best.block_n == 128
+        assert best.block_m * 16 == 2 * best.num_warps * 32
+    # 256 tokens of 8 heads, and 64: a program for at least three quarters of 132 units.
+    assert str(rank_write_tiles(write_spec(num_tokens=TOKENS), H200).configs[0]) == "16x128 w4 st1"
+    assert str(rank_write_tiles(write_spec(num_tokens=64), H200).configs[0]) == "4x128 w1 st1"
+    assert str(rank_write_tiles(write_spec(num_tokens=64), SLICE).configs[0]) == "32x128 w8 st1"
+    assert rank_write_tiles(write_spec(head_dim_qk=576, head_dim_v=512), H200).configs[0].block_n == 1024
+
+
+def test_a_device_without_room_for_a_warp_writes_by_other_means():
+    tiny = H200.replace(max_threads_per_cta=16)
+    with pytest.raises(NoTileError, match="threads of a CTA: 32 exceeds the limit of 16"):
+        rank_write_tiles(write_spec(), tiny)
+    chain = select("kv_write", write_spec(), tiny)
+    assert [link.kernel for link in chain.candidates] == ["torch_write"]
+    assert "threads of a CTA" in {r.kernel: r.reason for r in chain.rejections}["triton_write"]
+
+
+def test_the_chain_writes_with_the_ranked_tile():
+    first = select("kv_write", write_spec(num_tokens=64), H200).candidates[0]
+    assert str(first) == "triton_write [tuned] 4x128 w1 st1"
+    caches = [torch.empty(16, 16, 8, 128, dtype=torch.bfloat16, device="meta") for _ in range(2)]
+    new = [torch.empty(64, 8, 128, dtype=torch.bfloat16, device="meta") for _ in range(2)]
+    call = WriteCall(*new, *caches, torch.empty(64, dtype=torch.int64, device="meta"))
+    (launch,) = record(lambda launch: first.run(call, launch))
+    assert launch.grid == (64 * 8 // 4,)
+    assert (launch.arguments["BLOCK_M"], launch.options["num_warps"]) == (4, 1)
 
 
 counts = st.none() | st.integers(1, 300)

@@ -11,15 +11,16 @@ from tcport.kernels.call import Launcher, WriteCall
 from tcport.kernels.triton_arguments import as_bytes, format_of, padded, scale_strides, strides
 from tcport.kernels.triton_fp8 import encode
 
-WRITE_TILE = TileConfig(block_m=16, block_n=1, num_warps=4, num_stages=1)
-"""16 rows: at head dim 128 in 16 bits every thread moves 16 bytes of K and of V twice."""
+WRITE_TILE = TileConfig(block_m=16, block_n=128, num_warps=4, num_stages=1)
+"""16 rows: at head dim 128 in 16 bits every thread moves 16 bytes of K and of V twice. For calls by hand: what the
+chain runs is ranked (:func:`tcport.tiling.rank_write_tiles`)."""
 
 
 def kv_write(call: WriteCall, launch: Launcher, config: TileConfig = WRITE_TILE) -> None:
     """Write keys and values, in place; meaning as in :func:`tcport.kernels.reference.kv_write`.
 
     Args:
-        config: ``block_m`` counts rows, a row being one head of one token; ``block_n`` is not used.
+        config: ``block_m`` counts rows, a row being one head of one token, whole whatever ``block_n`` is.
     """
     num_slots, num_heads = call.slot_mapping.shape[0], int(call.k_cache.shape[2])
     key_dim, value_dim = int(call.k_cache.shape[3]), int(call.v_cache.shape[3])

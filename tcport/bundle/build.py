@@ -20,12 +20,11 @@ from tcport.bundle.manifest import ABI, Bundle, Entry, write_bundle
 from tcport.device.profile import DeviceProfile
 from tcport.errors import BundleError, KernelBuildError
 from tcport.fingerprint import triton_version
-from tcport.ir import AttentionSpec, TileConfig
+from tcport.ir import TOKENS, AttentionSpec, TileConfig
 from tcport.kernels import cpu_library
-from tcport.kernels.triton_write import WRITE_TILE
 from tcport.lowering.spec import WriteSpec
 from tcport.lowering.targets import target_of
-from tcport.tiling import rank_tiles
+from tcport.tiling import rank_tiles, rank_write_tiles
 from tcport.tiling.footprint import ENTRIES, compile_target, kernel_sources
 from tcport.tiling.limits import limits_of
 from tcport.tiling.wire import config_data, spec_data
@@ -128,11 +127,12 @@ class _Job:
 def _jobs(spec: AttentionSpec, profile: DeviceProfile) -> Iterable[_Job]:
     kernel = "triton_decode" if spec.form == "decode" else "triton_prefill"
     write = WriteSpec(
-        0, spec.num_kv_heads, spec.head_dim_qk, spec.head_dim_v, spec.query_dtype, spec.kv_dtype,
+        TOKENS, spec.num_kv_heads, spec.head_dim_qk, spec.head_dim_v, spec.query_dtype, spec.kv_dtype,
         spec.k_layout, spec.v_layout, spec.kv_scales,
     )  # fmt: skip
     request = {"op": "kv_write", "entry": "tcport.kernels.triton_write:kv_write", "spec": spec_data(spec)}
-    yield _Job("triton_write", WRITE_TILE, facts_of(write), {**request, **_tile_data(WRITE_TILE, {})})
+    tile = rank_write_tiles(write, profile).configs[0]
+    yield _Job("triton_write", tile, facts_of(write), {**request, **_tile_data(tile, {})})
     request = {"op": "paged_attention", "entry": ENTRIES[kernel.removeprefix("triton_")], "spec": spec_data(spec)}
     target = target_of(profile)
     for tile in rank_tiles(spec, profile).configs:

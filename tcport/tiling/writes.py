@@ -1,7 +1,8 @@
-"""The tile of a cache write: which tokens and elements one program moves."""
+"""The tile of a cache write: which rows one program moves. A row is one head of one token, of K and of V."""
 
 from __future__ import annotations
 
+import functools
 from typing import Protocol
 
 from tcport.device.profile import DeviceProfile
@@ -11,9 +12,12 @@ from tcport.tiling.limits import limits_of
 from tcport.tiling.optimizer import Ranking
 from tcport.tiling.problem import dtype_bytes, is_symbolic, padded
 
-# What a thread moves in one instruction, and what keeps enough of them in flight.
+# A thread moves 16 bytes in one instruction; two of K and two of V in flight hide the latency of each other.
 _BYTES_PER_THREAD = 16
+_PIECES_IN_FLIGHT = 2
 _NOMINAL_TOKENS = 256
+# Units that may have nothing to do: larger tiles start fewer programs, and that is worth as much.
+_IDLE_UNITS = 1 / 4
 
 
 class Write(Protocol):
@@ -31,11 +35,12 @@ class Write(Protocol):
     def source_dtype(self) -> str: ...
 
 
+@functools.lru_cache(maxsize=1024)
 def rank_write_tiles(spec: Write, profile: DeviceProfile) -> Ranking:
-    """Tiles of ``block_m`` tokens by ``block_n`` elements of one head (the wider of K and V, padded), best first.
+    """Tiles of ``block_m`` rows by ``block_n`` elements (the wider of K and V, padded), best first.
 
-    A write has no reuse: every legal tile moves the same bytes. What differs is whether each thread moves a whole
-    16-byte piece and whether there are programs enough for every unit.
+    A write has no reuse: every legal tile moves the same bytes. What differs is how much each thread has in flight,
+    and whether there are programs for every unit; of tiles equal in both, the largest starts the fewest programs.
 
     Raises:
         ArgumentError: when the dtype is unknown.
@@ -47,12 +52,12 @@ def rank_write_tiles(spec: Write, profile: DeviceProfile) -> Ranking:
     tokens = _NOMINAL_TOKENS if is_symbolic(spec.num_tokens) else max(1, int(spec.num_tokens))
 
     def unfitness(config: TileConfig) -> tuple[float, ...]:
-        threads = config.num_warps * limits.warp_width
-        idle = threads / (config.block_m * row_threads)
-        programs = -(-tokens // config.block_m) * spec.num_kv_heads
-        return (max(idle, 1 / idle), max(1.0, limits.compute_units / programs), config.block_m)
+        pieces = config.block_m * row_threads / (config.num_warps * limits.warp_width)
+        programs = -(-tokens * spec.num_kv_heads // config.block_m)
+        flight = max(pieces / _PIECES_IN_FLIGHT, _PIECES_IN_FLIGHT / pieces)
+        return (flight * max(1.0, (1 - _IDLE_UNITS) * limits.compute_units / programs), -config.block_m)
 
-    tiles = [TileConfig(m, width, warps, 1) for m in (1, 2, 4, 8, 16) for warps in (1, 2, 4, 8)]
+    tiles = [TileConfig(m, width, warps, 1) for m in (1, 2, 4, 8, 16, 32) for warps in (1, 2, 4, 8)]
     legal, rejected = [], []
     for tile in tiles:
         threads = tile.num_warps * limits.warp_width
