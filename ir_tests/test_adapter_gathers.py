@@ -136,3 +136,28 @@ SYMBOLIC = [indexing_reshape, index_select_method, token_indices_by_position, to
 def test_gather_with_symbolic_sizes(gather: Gather) -> None:
     adapted = run(attend(gather), *problem().args, dynamic=True)
     assert adapted.kinds == ["paged_attention:sdpa"], adapted.report
+
+
+@pytest.mark.parametrize("page", [lambda entry: entry - 1, lambda entry: entry - 2, lambda entry: entry + 1])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_page_ids_that_count_from_another_page(page: Callable[[Tensor], Tensor], dynamic: bool) -> None:
+    """As where entry 0 stands for no page: ``cache[table - 1]``; or page 0 is kept free: ``cache[table + 1]``."""
+
+    def model(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor) -> Tensor:
+        return attend(indexing_flatten)(q, k_cache, v_cache, page(table), lens)
+
+    given = problem()
+    adapted = run(model, *given.args[:3], given.table % 9 + 2, given.lens, dynamic=dynamic)
+    assert adapted.kinds == ["paged_attention:sdpa"], adapted.report
+
+
+@pytest.mark.parametrize(("first", "other"), [(-1, -2), (-2, -1), (-1, 1)])
+def test_keys_and_values_whose_ids_count_from_different_pages(first: int, other: int) -> None:
+    def model(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor) -> Tensor:
+        key, value = indexing_flatten(k_cache, table + first), indexing_flatten(v_cache, table + other)
+        mask = (torch.arange(key.shape[2]) < lens[:, None])[:, None, None]
+        return F.scaled_dot_product_attention(q, key, value, attn_mask=mask, enable_gqa=True)
+
+    given = problem()
+    adapted = run(model, *given.args[:3], given.table % 9 + 2, given.lens)
+    assert (adapted.kinds, adapted.rules) == ([], ["layout"]), adapted.report

@@ -130,3 +130,28 @@ def test_length_that_is_raised_in_place_may_pass_the_table() -> None:
 
     given = problem(batch=len(LENS), tokens=3, pages=2, page=8)
     assert "mask" in options(run(model, *given.args[:4], LENS))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "given", "end"),
+    [
+        (torch.uint8, [0, 1, 15, 16], lambda lens: lens - 1),
+        (torch.uint8, [0, 1, 15, 250], lambda lens: lens + 10),
+        (torch.int8, [0, 1, 10, 16], lambda lens: lens * 8),
+        (torch.int16, [0, 1, 4, 16], lambda lens: lens * 4096),
+        (torch.int64, [0, 1, 15, 65536 + 3], lambda lens: lens.short()),
+        (torch.int64, [0, 1, 15, 256 + 3], lambda lens: lens.to(torch.int8).long()),
+    ],
+    ids=str,
+)
+def test_integers_that_wrap_around(dtype: torch.dtype, given: list[int], end: Callable[[Tensor], Tensor]) -> None:
+    """A length computed in 8 or 16 bits is what those bits hold, before and after it is put together with others."""
+
+    def model(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor) -> Tensor:
+        key, value = (cache[table].flatten(1, 2).transpose(1, 2) for cache in (k_cache, v_cache))
+        visible = torch.arange(key.shape[2]) <= end(lens)[:, None]
+        out = F.scaled_dot_product_attention(q, key, value, attn_mask=visible[:, None, None], enable_gqa=True)
+        return out.nan_to_num()  # zeros where no key is seen, NaN in some of PyTorch's kernels
+
+    problems = problem(batch=4, pages=2, page=8)
+    options(run(model, *problems.args[:4], torch.tensor(given, dtype=dtype)))

@@ -123,6 +123,18 @@ def autocast_rounds_the_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, table
         return sdpa(q, gathered(k_cache, table), gathered(v_cache, table), lens)
 
 
+@near_miss("dtype", "rounds logits or weights")
+def weights_rounded(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor) -> Tensor:
+    scores = (q @ grouped(k_cache, table).mT).masked_fill(~visible(lens), -math.inf)
+    return scores.softmax(-1).bfloat16().float() @ grouped(v_cache, table)
+
+
+@near_miss("dtype", "rounds logits or weights")
+def softmax_of_rounded_logits(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor) -> Tensor:
+    scores = (q @ grouped(k_cache, table).mT).masked_fill(~visible(lens), -math.inf)
+    return F.softmax(scores, -1, dtype=torch.float16).float() @ grouped(v_cache, table)
+
+
 # Other users, and changes in between.
 
 

@@ -173,6 +173,17 @@ def test_half_precision(written: Written, dtype: torch.dtype) -> None:
     assert adapted.kinds == ["paged_attention:softmax"], adapted.report
 
 
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
+def test_query_that_was_rounded_stays_rounded(narrow: torch.dtype) -> None:
+    """The query is taken from before its casts only where they kept its value."""
+
+    def model(q: Tensor, *others: Tensor) -> Tensor:
+        return attend(eager_decoder)(q.to(narrow).float(), *others)
+
+    adapted = run(model, *problem().args)
+    assert adapted.kinds == ["paged_attention:softmax"], adapted.report
+
+
 def test_dense_einsum_over_pages() -> None:
     """The key is never flattened: scores are [.., columns, page], and the softmax alone sees one dimension."""
 

@@ -22,6 +22,7 @@ LAYERS = {
     "tcport.device": 0,
     "tcport.kernels": 0,
     "tcport.ops": 1,
+    "tcport.argument_types": 1,
     "tcport.checks": 1,
     "tcport.debug": 1,
     "tcport.shared_prefix": 1,

@@ -14,6 +14,7 @@ import torch
 import torch.fx
 
 from tcport import _inductor, checks, ops  # noqa: F401  (ops defines the operators)
+from tcport.argument_types import refuse_type
 from tcport.errors import TcportError
 
 
@@ -64,4 +65,5 @@ _CHECKS: dict[Any, Callable[..., Any]] = {
     torch.ops.tcport.merge_states: checks.check_merge_states,
     torch.ops.tcport.check_out: checks.check_out,
     torch.ops.tcport.check_shared_pages: checks.check_shared_pages,
+    torch.ops.tcport.refuse_type: refuse_type,
 }

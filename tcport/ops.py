@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tcport import checks
+from tcport.argument_types import refuse_type, stand_in, wrong_type
 from tcport.errors import TcportError
 from tcport.inference_only import define_refusal, forbid_backward
 from tcport.kernels import reference
@@ -91,6 +92,31 @@ def paged_attention(
             :func:`tcport.checks.check_paged_attention`.
         UnsupportedFeatureError: when a gradient is asked for through the result.
     """
+    wrong = wrong_type(
+        query=query,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        block_table=block_table,
+        seq_lens=seq_lens,
+        cu_seqlens_q=cu_seqlens_q,
+        scale=scale,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        mask=mask,
+        chunk=chunk,
+        num_splits=num_splits,
+        batch_invariant=batch_invariant,
+        return_lse=return_lse,
+        out=out,
+    )
+    if wrong is not None:
+        torch.ops.tcport.refuse_type.default(*wrong)
+        return stand_in(query, v_cache, return_lse)
     takes_out = out is not None and checks.out_fits(out, query, v_cache, _result_dtype(query, k_cache))
     if out is not None and not takes_out:
         torch.ops.tcport.check_out.default(out, query, v_cache, _result_dtype(query, k_cache))
@@ -148,6 +174,18 @@ def kv_write(
     Raises:
         ShapeError, DtypeError, DeviceMismatchError, ArgumentError: see :func:`tcport.checks.check_kv_write`.
     """
+    wrong = wrong_type(
+        key=key,
+        value=value,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        slot_mapping=slot_mapping,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+    if wrong is not None:
+        torch.ops.tcport.refuse_type.default(*wrong)
+        return
     torch.ops.tcport.kv_write.default(
         key,
         value,
@@ -172,7 +210,12 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
 
     Raises:
         ShapeError, DtypeError, DeviceMismatchError: see :func:`tcport.checks.check_merge_states`.
+        ArgumentError: something that is no tensor.
     """
+    wrong = wrong_type(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+    if wrong is not None:
+        torch.ops.tcport.refuse_type.default(*wrong)
+        return out_a, lse_a
     return torch.ops.tcport.merge_states.default(out_a, lse_a, out_b, lse_b)
 
 
@@ -309,6 +352,7 @@ LIBRARY.impl("merge_states", _merge_states, "CompositeExplicitAutograd")
 for _name, _arguments, _check in (
     ("check_out", "(Tensor out, Tensor query, Tensor v_cache, ScalarType dtype) -> ()", checks.check_out),
     ("check_shared_pages", "(Tensor block_table, SymInt shared_pages) -> ()", checks.check_shared_pages),
+    ("refuse_type", "(str cause, str remedy) -> ()", refuse_type),
 ):
     _define(_name, _arguments, functools.partial(_checked, _check))
     LIBRARY.impl(_name, _check, "CompositeExplicitAutograd")

@@ -30,6 +30,9 @@ def require(condition: bool | torch.SymBool, error: Callable[[], TcportError]) -
 
 
 def require_rank(name: str, tensor: Tensor, layout: str, remedy: str | None = None) -> None:
+    """A dense tensor has the dimensions that ``layout`` names."""
+    if tensor.layout != torch.strided:
+        raise ShapeError(f"{name} has layout {tensor.layout}; allowed: torch.strided.", f"Pass {name}.to_dense().")
     rank = layout.count(",") + 1
     if tensor.dim() != rank:
         raise ShapeError(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tcport import checks
+from tcport.argument_types import stand_in, wrong_type
 from tcport.ops import merge_states, paged_attention
 
 
@@ -44,8 +45,24 @@ def shared_prefix_attention(
         As :func:`tcport.paged_attention`.
 
     Raises:
-        ArgumentError: ``shared_pages`` is not between 0 and the columns of the table.
+        TcportError: as :func:`tcport.paged_attention`; an ArgumentError also where ``shared_pages`` is not between 0
+            and the columns of the table.
     """
+    wrong = wrong_type(
+        query=query,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        block_table=block_table,
+        seq_lens=seq_lens,
+        cu_seqlens_q=cu_seqlens_q,
+        shared_pages=shared_pages,
+        causal=causal,
+        sinks=sinks,
+        return_lse=return_lse,
+    )
+    if wrong is not None:
+        torch.ops.tcport.refuse_type.default(*wrong)
+        return stand_in(query, v_cache, return_lse)
     common = {"scale": scale, "softcap": softcap, "k_scale": k_scale, "v_scale": v_scale, "return_lse": True}
     if not _can_be_taken_apart(query, k_cache, block_table, seq_lens, cu_seqlens_q, shared_pages):
         # Whatever is wrong, one of these refuses it; under Dynamo the backend does, and no result is ever used.

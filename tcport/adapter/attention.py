@@ -157,7 +157,8 @@ def _roles_of(reader: Reader, attention: Attention) -> Roles:
     paged = {attention.position: page_size * column + slot}
     table_at = space.substitute(table, paged)
 
-    key, value = (_moved(space, _moved(space, x, {table: page}), paged) for x in (key, value))
+    first = _first_page(key, table)
+    key, value = (_moved(space, _moved(space, x, {table: page - first}), paged) for x in (key, value))
     if column in space.symbols_of(*key.ref.coords, *value.ref.coords):
         raise Rejected("layout", "the keys of a sequence do not follow each other page by page")
 
@@ -198,7 +199,7 @@ def _roles_of(reader: Reader, attention: Attention) -> Roles:
         attention=attention,
         key=key,
         value=value,
-        table=table_at,
+        table=table_at + first,
         sequences=tuple(sequences),
         head=tuple(heads),
         group=tuple(group),
@@ -261,6 +262,18 @@ def _table_read(element: Stored, position: Expr, name: str) -> Read:
     if len(paging) != 1:
         raise Rejected("not-paged", f"{name} is gathered by {len(paging)} index tensors, not by one table of pages")
     return paging[0]
+
+
+def _first_page(element: Stored, table: Read) -> Expr:
+    """The page of entry 0 where ids count from a number above 0, as in ``cache[table - 1]``: what to add to an entry.
+
+    Ids that count from below 0 read a cache from some page on, which is a view of it.
+    """
+    for coord in element.ref.coords:
+        offset = coord - table
+        if offset.is_Integer and offset < 0:
+            return offset
+    return sympy.Integer(0)
 
 
 def _page_size(table: Read, position: Expr, keys: Expr) -> Expr:

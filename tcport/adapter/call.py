@@ -20,7 +20,7 @@ from tcport.adapter.names import op_name
 from tcport.adapter.reader import Reader, Ref
 from tcport.adapter.report import Match, Rejected
 from tcport.adapter.sizes import shape_of, tensor_of
-from tcport.adapter.stored import Stored, keeps_value
+from tcport.adapter.stored import Stored, keeps_value, unrounded
 from tcport.adapter.views import VIEWS
 
 _PASSED_ON = {"float", "to", "half", "bfloat16", "double", "type", "type_as", "cuda"}
@@ -102,7 +102,7 @@ def _build(emit: Emitter, reader: Reader, roles: Roles, cache_dtype: torch.dtype
 
 def _query(emit: Emitter, reader: Reader, ref: Ref, groups: Groups, dtype: torch.dtype) -> Node:
     """Q packed as [tokens, heads, dim], taken from as early in the graph as its value is still the same."""
-    candidates = reader.path(ref)
+    candidates = unrounded(reader.path(ref))
     usable = [c for c in candidates if _tensor(c.node).dtype == dtype] or candidates[:1]
     for candidate in reversed(usable):
         if emit.fresh(candidate):
@@ -226,7 +226,10 @@ def _dtypes(reader: Reader, roles: Roles) -> tuple[torch.dtype, torch.dtype]:
         used = _tensor(ref.node).dtype
         if not keeps_value(used, result):
             raise Rejected("dtype", f"{name} is rounded from {used} to {result} (autocast?) before it is used")
-    path = [_tensor(step.node).dtype for step in reader.path(attention.query)]
+    path = [_tensor(step.node).dtype for step in unrounded(reader.path(attention.query))]
+    for node in attention.interior:
+        if not keeps_value(out if cache.itemsize == 1 else cache, _tensor(node).dtype):
+            raise Rejected("dtype", f"{node.name} rounds logits or weights to {_tensor(node).dtype}")
     if cache.itemsize == 1:
         return cache, out
     if not (any(keeps_value(dtype, cache) for dtype in path) or logits == cache):

@@ -70,7 +70,8 @@ def digits_of(space: Space, coord: Expr, size: Expr, whole: Set[Expr]) -> list[D
             length = sympy.Integer(1)
         else:
             length = sympy.expand(radix - start) if symbol in whole else space.sizes[symbol]
-        if start.has(sympy.Function) or not space.at_least(radix, start + length):
+        inside = space.at_least(start, sympy.Integer(0)) and space.at_least(radix, start + length)
+        if start.has(sympy.Function) or not inside:
             return None
         digits.append(Digit(symbol, radix, start, length))
         above = weight

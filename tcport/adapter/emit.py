@@ -22,7 +22,7 @@ from tcport.adapter.booleans import And, AtLeastZero, Flag, Formula, Not, Truth
 from tcport.adapter.digits import digits_of
 from tcport.adapter.graph import GraphFacts
 from tcport.adapter.names import OpOverload
-from tcport.adapter.reader import Ref
+from tcport.adapter.reader import Ref, counts
 from tcport.adapter.report import Rejected
 from tcport.adapter.sizes import leaves, shape_of, size_expr
 
@@ -178,7 +178,7 @@ class Emitter:
         expr = sympy.expand(expr)
         for ref in self._sources(expr):
             with contextlib.suppress(Rejected):
-                return self.view(ref, groups, whole=whole)
+                return self._counting(self.view(ref, groups, whole=whole))
         if not self.space.symbols_of(expr) and not expr.has(Read):
             sizes = tuple(self.size(self.space.size_of(group)) for group in groups)
             return self.call(torch.full, sizes, self.size(expr), dtype=torch.int32, device=self.device)
@@ -220,7 +220,7 @@ class Emitter:
             return self.size(expr)
         for ref in self._sources(expr):
             with contextlib.suppress(Rejected):
-                return self.view(ref, [[axis] for axis in axes], broadcast=True)
+                return self._counting(self.view(ref, [[axis] for axis in axes], broadcast=True))
         if expr in self.space.sizes:
             iota = self.call(torch.arange, self.size(self.space.sizes[expr]), device=self.device)
             return self._grouped(iota, [[axis] for axis in axes], {expr}, broadcast=True)
@@ -232,6 +232,10 @@ class Emitter:
                 total = self.call(operator.add if isinstance(expr, sympy.Add) else operator.mul, total, part)
             return total
         raise self._unreadable(expr)
+
+    def _counting(self, node: Node) -> Node:
+        """An integer tensor in a dtype whose arithmetic does not wrap around."""
+        return node if counts(node) else self.call("to", node, torch.int64)
 
     def _decided(self, formula: Formula, axes: list[Expr | None]) -> Node:
         if isinstance(formula, Truth):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import sympy
+import torch
 from torch.fx import Node
 
 from tcport.adapter import aliasing
@@ -105,7 +106,7 @@ class Reader:
     def integer(self, ref: Ref) -> Expr:
         """The value of an integer element as an expression over reads of other tensors."""
         path = self.path(ref)
-        value = self.apply(INTEGERS, path[-1])
+        value = self.apply(INTEGERS, path[-1]) if counts(path[-1].node) else None
         if value is None:
             value = self.read(path[-1])
         value = sympy.expand(value)
@@ -130,6 +131,15 @@ class Reader:
         coords = ref.coords[len(ref.coords) - len(shape) :]
         zero = sympy.Integer(0)
         return Ref(node, tuple(zero if n == 1 else c for n, c in zip(shape, coords, strict=True)), ref.time)
+
+
+def counts(node: Node) -> bool:
+    """Whether integer arithmetic in a node's dtype is that of integers: narrow and unsigned ones wrap around early.
+
+    Lengths, page ids and slots fit in 32 bits; what is beyond is not guarded against.
+    """
+    tensor = tensor_of(node)
+    return tensor is not None and tensor.dtype in (torch.int32, torch.int64)
 
 
 def is_integral(node: Node) -> bool:

@@ -115,6 +115,17 @@ def _check_cast(inner: Node, outer: Node, name: str) -> None:
         )
 
 
+def unrounded(path: list[Ref]) -> list[Ref]:
+    """The steps of a path, nearest first, that hold the same value: up to the first cast that rounds."""
+    steps = path[:1]
+    for outer, inner in itertools.pairwise(path):
+        source, target = tensor_of(inner.node), tensor_of(outer.node)
+        if source is None or target is None or not keeps_value(source.dtype, target.dtype):
+            break
+        steps.append(inner)
+    return steps
+
+
 def keeps_value(source: torch.dtype, target: torch.dtype) -> bool:
     """Whether every value of ``source`` has an equal in ``target``."""
     if source == target:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import sympy
+import torch
 from torch.fx import Node
 
 from tcport.adapter.algebra import Expr, Space, divided, equal
@@ -177,7 +178,7 @@ def from_start(space: Space, index: Any, size: Expr) -> Expr | None:
 
 
 def same_kind(a: Node, b: Node, exact: bool = False) -> bool:
-    """Whether two tensor nodes are both float or both integer (``exact``: of one dtype)."""
+    """Whether two tensor nodes are both float or both integers that count (``exact``: of one dtype)."""
     x, y = tensor_of(a), tensor_of(b)
     if x is None or y is None:
         return False
@@ -185,11 +186,9 @@ def same_kind(a: Node, b: Node, exact: bool = False) -> bool:
         return True
     if exact:
         return False
-    kinds = [
-        (t.dtype.is_floating_point, t.dtype.is_complex, str(t.dtype) in ("torch.bool", "torch.int8", "torch.uint8"))
-        for t in (x, y)
-    ]
-    return kinds[0] == kinds[1] and not kinds[0][1] and not kinds[0][2]
+    if x.dtype.is_floating_point:
+        return y.dtype.is_floating_point
+    return {x.dtype, y.dtype} == {torch.int32, torch.int64}  # the narrow and the unsigned ones wrap around
 
 
 def _at(ref: Ref, node: Node, coords: Any = None) -> Ref:
