@@ -31,6 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
     root = Path(tempfile.mkdtemp(prefix="tcport-tests-"))
     for name in CACHE_VARIABLES:
         os.environ[name] = str(root / name.lower())
+    os.environ.setdefault("TCPORT_COMPILE_CHECK", "0")  # on a GPU it would compile each test's kernels once more
     config.add_cleanup(lambda: shutil.rmtree(root, ignore_errors=True))
     if not config.pluginmanager.has_plugin("tcport"):  # an installed tcport has brought it as an entry point
         config.pluginmanager.import_plugin("tcport.testing.plugin")

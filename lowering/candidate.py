@@ -41,6 +41,7 @@ class Candidate:
         loaded: whether its machine code is in the process already, so that it cannot fail to build or to start.
         parts: the kernels it runs one after the other, where it runs several; each fails, and is left, by itself.
         source: identity of the code behind it; the registry fills it in.
+        footprint: what its kernels take when compiled, in words, where that was looked at.
     """
 
     kernel: str
@@ -52,6 +53,7 @@ class Candidate:
     loaded: bool = False
     parts: tuple[Part, ...] = ()
     source: str = dataclasses.field(default="", repr=False)
+    footprint: str = dataclasses.field(default="", compare=False)
 
     def steps(self, whole: Any) -> list[tuple[Candidate, Any]]:
         """The single kernels it runs, in order, each with its part of a call, or of a spec."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from tcport.device import DeviceProfile
-from tcport.errors import NoTileError
+from tcport.errors import NoTileError, OutOfResourcesError
 from tcport.ir import AttentionSpec, TileConfig
 from tcport.kernels.call import AttentionCall, Launcher
 from tcport.lowering.candidate import Candidate, Tier, Verdict
+from tcport.lowering.compile_check import check_tiles
 from tcport.lowering.launch_options import with_options
 from tcport.lowering.registry import Answer, LowerFn, register_lowering
 from tcport.lowering.targets import ANY_GPU, TARGETS, Options, Target, refusal
@@ -43,7 +45,7 @@ def _register(name: str, takes: Callable[[AttentionSpec], Verdict]) -> None:
 
 
 def _row(name: str, takes: Callable[[AttentionSpec], Verdict], target: Target) -> LowerFn:
-    """The best ranked tiles of the kernel, and behind them the smallest legal one as the generic link."""
+    """The best tiles of the kernel, the first of them compiled, and the smallest legal one as the generic link."""
 
     def lower(spec: AttentionSpec, profile: DeviceProfile) -> Answer:
         if profile.vendor == "cpu":
@@ -59,12 +61,17 @@ def _row(name: str, takes: Callable[[AttentionSpec], Verdict], target: Target) -
         legal = [tile for tile in ranking.configs if refusal(target, tile) is None]
         if not legal:
             return Verdict.no(refusal(target, ranking.configs[0]) or "no tile is left")
-        best = legal[:_TUNED_TILES]
-        smallest = min(legal, key=lambda tile: (tile.block_m * tile.block_n, tile.num_stages, tile.num_warps))
+        try:
+            checked = check_tiles(name, spec, profile, dataclasses.replace(ranking, configs=tuple(legal)))
+        except OutOfResourcesError as error:
+            return Verdict.no(error.cause)
+        best = checked.tiles[:_TUNED_TILES]
+        smallest = min(checked.tiles, key=lambda tile: (tile.block_m * tile.block_n, tile.num_stages, tile.num_warps))
         tiles: list[tuple[Tier, TileConfig]] = [("tuned", tile) for tile in best]
         if smallest not in best:
             tiles.append(("generic", smallest))
-        return [_candidate(name, tier, tile, target.options(spec, tile)) for tier, tile in tiles]
+        first, *rest = [_candidate(name, tier, tile, target.options(spec, tile)) for tier, tile in tiles]
+        return [dataclasses.replace(first, footprint=checked.footprint), *rest, *checked.rejections]
 
     return lower
 

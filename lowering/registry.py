@@ -16,7 +16,7 @@ from tcport.fingerprint import source_identity
 from tcport.lowering.candidate import TIERS, Candidate, Rejection, Selection, Verdict
 from tcport.probes import probe
 
-Answer = Candidate | Iterable[Candidate] | Verdict
+Answer = Candidate | Iterable[Candidate | Rejection] | Verdict
 LowerFn = Callable[[Any, DeviceProfile], Answer]
 Kernels = str | tuple[str, ...] | None
 """The names of the only kernels to consider; None: all of them."""
@@ -111,8 +111,9 @@ def register_lowering(
         tolerance: relative and absolute, for that comparison.
 
     The decorated function takes ``(spec, profile)`` and returns a :class:`Candidate`, several of them in the order of
-    preference, or a :class:`Verdict` that says why it has none. For an operator of another library the spec is a
-    :class:`tcport.lowering.foreign.ForeignSpec`, and the candidate's ``run`` is given a ``ForeignCall``.
+    preference, with any :class:`Rejection` of a tile among them, or a :class:`Verdict` that says why it has none. For
+    an operator of another library the spec is a :class:`tcport.lowering.foreign.ForeignSpec`, and the candidate's
+    ``run`` is given a ``ForeignCall``.
 
     Raises:
         LoweringRegistrationError: there is no such operator, or the lowering does not agree with it.
@@ -210,7 +211,8 @@ def select(op: str, spec: Any, profile: DeviceProfile, *, kernel: Kernels = None
             rejections.append(Rejection(name, answer.reason))
             continue
         answers = (answer,) if isinstance(answer, Candidate) else tuple(answer)
-        stamped = [dataclasses.replace(c, source=row.identity()) for c in answers]
+        rejections += [answer for answer in answers if isinstance(answer, Rejection)]
+        stamped = [dataclasses.replace(c, source=row.identity()) for c in answers if isinstance(c, Candidate)]
         candidates += [(TIERS.index(c.tier), -row.priority, c) for c in stamped]
     candidates.sort(key=lambda entry: entry[:2])
     if not candidates:

@@ -40,6 +40,7 @@ def _pairs(writes: tuple[Candidate, ...], attends: tuple[Candidate, ...]) -> Ite
                 attend.options,
                 parts=(Part(write, operator.attrgetter("write")), Part(attend, operator.attrgetter("attend"))),
                 source=f"{write.source} {attend.source}",
+                footprint=attend.footprint,
             )
 
 

@@ -29,8 +29,8 @@ def node_report(node: torch.fx.Node, choice: NodeChoice, chosen: Candidate | Non
     chain.sort(key=lambda link: link != chosen)
     rejected = [Rejected(r.kernel, r.reason, str(r.config) if r.config else "") for r in choice.selection.rejections]
     for kernel, reason in quarantine.reasons(choice).items():
-        why = f"{reason.cause}: {reason.error}: {reason.message}"
-        rejected.append(Rejected(kernel.kernel, why, str(kernel.config) if kernel.config else ""))
+        failure = f"{reason.cause}: {reason.error}: {reason.message}"
+        rejected.append(Rejected(kernel.kernel, failure, str(kernel.config) if kernel.config else ""))
     report = NodeReport(
         node=node.name,
         op=choice.operator.name,
@@ -41,6 +41,7 @@ def node_report(node: torch.fx.Node, choice: NodeChoice, chosen: Candidate | Non
         why=why or chosen.why,
         chain=tuple(map(str, _brief(chain))),
         rejected=tuple(rejected),
+        footprint=chosen.footprint,
     )
     _say(f"{report.op} on {report.device}: {', then '.join(report.chain)}")
     return report

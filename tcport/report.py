@@ -70,7 +70,7 @@ class FallbackReason:
 
 @dataclasses.dataclass(frozen=True)
 class NodeReport:
-    """The kernel of one node."""
+    """The kernel of one node; ``footprint`` is what it takes when compiled, where that was looked at."""
 
     node: str
     op: str
@@ -81,6 +81,7 @@ class NodeReport:
     why: str = ""
     chain: tuple[str, ...] = ()
     rejected: tuple[Rejected, ...] = ()
+    footprint: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,6 +188,8 @@ def _node_text(node: NodeReport) -> str:
     text = f"{node.op} -> {node.kernel} [{node.tier}]{f' {node.tile}' if node.tile else ''}"
     if node.why:
         text += f" because {node.why}"
+    if node.footprint:
+        text += f"\n      compiled: {node.footprint}"
     for other in node.rejected:
         text += f"\n      not {other.kernel}{f' {other.tile}' if other.tile else ''}: {other.reason}"
     if len(node.chain) > 1:

@@ -106,12 +106,17 @@ def _kept(digest: str, index: int) -> dict[str, Outcome]:
     return outcomes
 
 
+def is_present(profile: DeviceProfile) -> bool:
+    """Whether a profile describes the GPU that this process works with, and not one that is not in the room."""
+    if profile.device_type != "cuda" or not torch.cuda.is_available():
+        return False
+    return device_profile(torch.device("cuda", torch.cuda.current_device())).digest() == profile.digest()
+
+
 def _present(profile: DeviceProfile) -> int | None:
-    """Index of the present device that a profile describes; None for one that is not in the room."""
-    if os.environ.get(ENVIRONMENT_VARIABLE) == "0" or profile.device_type != "cuda" or not torch.cuda.is_available():
-        return None
-    index = torch.cuda.current_device()
-    return index if device_profile(torch.device("cuda", index)).digest() == profile.digest() else None
+    """Index of the present device that a profile describes, unless probes are turned off."""
+    wanted = os.environ.get(ENVIRONMENT_VARIABLE) != "0" and is_present(profile)
+    return torch.cuda.current_device() if wanted else None
 
 
 def _holds(tile: TileConfig, test: str) -> bool:

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from tcport.device.profile import DeviceProfile
-from tcport.errors import OutOfResourcesError
+from tcport.errors import KernelBuildError, OutOfResourcesError
 from tcport.ir import AttentionSpec, TileConfig
 from tcport.tiling.footprint import Compiled, compile_target, measure
 from tcport.tiling.optimizer import Ranking
@@ -22,11 +22,13 @@ class Fit:
         config: the accepted tile.
         compiled: its footprints; an ``error`` in it says that nothing could be checked for this target.
         steps: the tiles tried before it, each with what was wrong.
+        unusable: those of them that cannot be built or launched; the others spill.
     """
 
     config: TileConfig
     compiled: Compiled
     steps: tuple[tuple[TileConfig, str], ...] = ()
+    unusable: tuple[TileConfig, ...] = ()
 
 
 def fit(
@@ -46,31 +48,42 @@ def fit(
 
     Raises:
         OutOfResourcesError: when no tile fits; the caller goes to its next kernel.
+        KernelBuildError: when none could be compiled.
     """
     if compile_target(profile) is None:
         return Fit(ranking.configs[0], measure(spec, ranking.configs[:1], profile, entry, cache)[0])
     tried: dict[TileConfig, str] = {}
     spilling: list[tuple[int, TileConfig, Compiled]] = []
+    unusable: list[TileConfig] = []
+    built = False
     config: TileConfig | None = ranking.configs[0]
     while config is not None and len(tried) < _MOST_ATTEMPTS:
         compiled = measure(spec, [config], profile, entry, cache)[0]
         trouble = compiled.error or compiled.over_limit(profile)
         too_big = trouble is not None
+        built = built or compiled.error is None
         if trouble is None and compiled.spill == 0:
-            return Fit(config, compiled, tuple(tried.items()))
-        if trouble is None:
+            return Fit(config, compiled, tuple(tried.items()), tuple(unusable))
+        if trouble is not None:
+            unusable.append(config)
+        else:
             spilling.append((compiled.spill, config, compiled))
             trouble = f"{compiled.spill} bytes of a thread's registers spill"
         tried[config] = trouble
         config = step_down(config, ranking, tried, keep_stages=not too_big)
     if not spilling:
         last, why = next(reversed(tried.items()))
+        if not built:
+            raise KernelBuildError(
+                f"No {ranking.kernel} tile compiles: tried {len(tried)}, the last was {last}: {why}.",
+                "The next kernel of the chain takes the call.",
+            )
         raise OutOfResourcesError(
             f"No {ranking.kernel} tile fits the device: tried {len(tried)}, the last was {last}: {why}.",
             "The next kernel of the chain takes the call.",
         )
     _, config, compiled = min(spilling, key=lambda entry: entry[0])
-    return Fit(config, compiled, tuple((c, why) for c, why in tried.items() if c != config))
+    return Fit(config, compiled, tuple((c, why) for c, why in tried.items() if c != config), tuple(unusable))
 
 
 def step_down(

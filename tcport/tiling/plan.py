@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from tcport.device.profile import DeviceProfile
-from tcport.errors import OutOfResourcesError
+from tcport.errors import KernelBuildError, OutOfResourcesError
 from tcport.ir import AttentionSpec, KVLayout, TileConfig
 from tcport.tiling.fit import Fit, fit
 from tcport.tiling.optimizer import Ranking, TileLayoutOptimizer, rank_tiles
@@ -63,7 +63,7 @@ def make_plan(spec: AttentionSpec, profile: DeviceProfile, *, check: bool = True
         return plan
     try:
         return dataclasses.replace(plan, fit=fit(spec, profile, ranking))
-    except OutOfResourcesError as error:
+    except (OutOfResourcesError, KernelBuildError) as error:
         return dataclasses.replace(plan, refusal=str(error))
 
 
