@@ -16,9 +16,10 @@ from tcport.lowering.candidate import Candidate, Tier, Verdict
 from tcport.lowering.compile_check import check_tiles
 from tcport.lowering.launch_options import with_options
 from tcport.lowering.registry import Answer, LowerFn, register_lowering
-from tcport.lowering.targets import ANY_GPU, TARGETS, Options, Target, refusal
+from tcport.lowering.targets import ANY_GPU, TARGETS, Options, Target, refusal, target_of
 from tcport.sequential_op import attend_in_turn
-from tcport.tiling import rank_tiles
+from tcport.tiling import rank_tiles, tuned
+from tcport.tiling.tuned import measured
 
 _TUNED_TILES = 3
 """Ranked tiles that are tried before the smallest one: what defeats the compiler in one often spares the next."""
@@ -36,12 +37,22 @@ def torch_attention(spec: AttentionSpec, profile: DeviceProfile) -> Answer:
     return Candidate("torch_attention", "torch", _run_torch, why=why)
 
 
+def every_tile(spec: AttentionSpec, profile: DeviceProfile) -> list[Candidate]:
+    """The Triton kernel of a spec with each tile that is legal on a device, in the model's order.
+
+    Raises:
+        NoTileError: no tile fits.
+    """
+    target, name = target_of(profile), "triton_decode" if spec.form == "decode" else "triton_prefill"
+    legal = [tile for tile in rank_tiles(spec, profile).configs if refusal(target, tile) is None]
+    return [_candidate(name, "tuned", tile, target.options(spec, tile)) for tile in legal]
+
+
 def _register(name: str, takes: Callable[[AttentionSpec], Verdict]) -> None:
     """Rows of a Triton kernel: one for each family of GPUs, and one for devices of no known vendor."""
     for target in (*TARGETS, ANY_GPU):
-        register_lowering("paged_attention", name=name, vendor=target.vendor, arch=target.arch, flags=target.flags)(
-            _row(name, takes, target)
-        )
+        where = {"vendor": target.vendor, "arch": target.arch, "flags": target.flags}
+        register_lowering("paged_attention", name=name, state=tuned.state, **where)(_row(name, takes, target))
 
 
 def _row(name: str, takes: Callable[[AttentionSpec], Verdict], target: Target) -> LowerFn:
@@ -61,17 +72,23 @@ def _row(name: str, takes: Callable[[AttentionSpec], Verdict], target: Target) -
         legal = [tile for tile in ranking.configs if refusal(target, tile) is None]
         if not legal:
             return Verdict.no(refusal(target, ranking.configs[0]) or "no tile is left")
+        faster = measured(spec, profile)
+        known = tuple(tile for tile in legal if faster is not None and faster.is_of(tile))
         try:
-            checked = check_tiles(name, spec, profile, dataclasses.replace(ranking, configs=tuple(legal)))
+            # A tile that was measured has nothing left to show; it is compiled for the report alone.
+            checked = check_tiles(name, spec, profile, dataclasses.replace(ranking, configs=known or tuple(legal)))
         except OutOfResourcesError as error:
             return Verdict.no(error.cause)
+        if known:
+            checked = dataclasses.replace(checked, tiles=(*known, *(tile for tile in legal if tile not in known)))
         best = checked.tiles[:_TUNED_TILES]
         smallest = min(checked.tiles, key=lambda tile: (tile.block_m * tile.block_n, tile.num_stages, tile.num_warps))
         tiles: list[tuple[Tier, TileConfig]] = [("tuned", tile) for tile in best]
         if smallest not in best:
             tiles.append(("generic", smallest))
         first, *rest = [_candidate(name, tier, tile, target.options(spec, tile)) for tier, tile in tiles]
-        return [dataclasses.replace(first, footprint=checked.footprint), *rest, *checked.rejections]
+        why = faster.why if faster is not None and known else ""
+        return [dataclasses.replace(first, why=why, footprint=checked.footprint), *rest, *checked.rejections]
 
     return lower
 

@@ -1,4 +1,4 @@
-"""The command line: ``python -m tcport plan``, ``devices``, ``doctor``, ``bundle``; and ``bench``, for a GPU."""
+"""The command line: ``python -m tcport plan``, ``devices``, ``doctor``, ``bundle``, ``bench``, ``tune`` and others."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from tcport.bench.command import bench, sweep
+from tcport.bench.tune_command import tune
 from tcport.bundle.command import app as bundle_app
 from tcport.device import FACTS, DeviceProfile, catalogue, catalogue_profile, device_profile, load_profile
 from tcport.device.sources import present_devices
@@ -32,6 +33,7 @@ app = typer.Typer(
 app.add_typer(bundle_app, name="bundle")
 app.command()(bench)
 app.command()(sweep)
+app.command()(tune)
 # A pipe has no width of its own: tables get room for their names.
 _console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 140)
 

@@ -26,11 +26,14 @@ class Inputs:
 
 def make_inputs(case: Case, device: torch.device | str = "cuda", copies: int | None = None) -> list[Inputs]:
     """``copies`` independent sets of tensors; None: as many as it takes to leave the L2 cache."""
-    if copies is None:
-        copies = max(2, min(MOST_COPIES, round(ROTATED_BYTES / case.kv_bytes + 0.5)))
-        copies = min(copies, max(1, int(2e10 // case.kv_bytes)))
     make = _write if case.kind == "write" else _attention
-    return [Inputs(case, make(case, torch.device(device))) for _ in range(copies)]
+    return [Inputs(case, make(case, torch.device(device))) for _ in range(copies or copies_of(case))]
+
+
+def copies_of(case: Case, memory: float = 2e10) -> int:
+    """How many sets of tensors leave the L2 cache, as far as ``memory`` bytes of KV caches allow."""
+    copies = max(2, min(MOST_COPIES, round(ROTATED_BYTES / case.kv_bytes + 0.5)))
+    return min(copies, max(1, int(memory // case.kv_bytes)))
 
 
 def _attention(case: Case, device: torch.device) -> dict[str, Any]:
