@@ -61,7 +61,7 @@ TCPORT_ONCE void softmax_row(float* s, int64_t begin, int64_t end, int64_t count
     store(s + j, weight);
   }
   for (int64_t j = end; j < count; j++) s[j] = 0;
-  float rescale = before == -INF ? 0 : __builtin_expf(before - base);
+  float rescale = before == now ? 1 : before == -INF ? 0 : __builtin_expf(before - base);
   state.sum[row] = state.sum[row] * rescale + sum(total);
   state.max[row] = now;
   state.rescale[row] = rescale;

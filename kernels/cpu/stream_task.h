@@ -28,10 +28,12 @@ struct StreamScratch {
   }
 };
 
-template <class Row>
+// DIM: the head dim of keys and values, where it is one that loops are unrolled for; 0 elsewhere.
+template <class Row, int DIM>
 void stream_rows(const Attention& a, const Task& task, float* scratch, bool copy) {
   const Sequence& sequence = a.sequences[task.sequence];
   const int64_t rows = task.row_end - task.row_begin;
+  const int64_t k_dim = DIM ? DIM : round_up(a.k.dim, W), v_dim = DIM ? DIM : round_up(a.v.dim, W);
   Arena arena{scratch};
   StreamScratch s(a, rows, task.head_end - task.head_begin, arena);
 
@@ -57,12 +59,18 @@ void stream_rows(const Attention& a, const Task& task, float* scratch, bool copy
     const Block& block = blocks[current];
     Block& next = blocks[1 - current];
     locate_at(position + block.count, next);
+    // The rows of a head, and those it reads next: the same of the next head, which lie behind them.
     auto find = [&](const Cache& cache, int64_t head, const int64_t* here, const int64_t* ahead, float* widened,
                     Rows<Row>& rows_of) {
+      const bool last = head + 1 == task.head_end;
       find_rows(cache, head, here, block.count, copy ? widened : nullptr, rows_of.row);
-      rows_of.next_count = copy ? 0 : next.count;
-      find_rows(cache, head, ahead, rows_of.next_count, nullptr, rows_of.next);
+      rows_of.next_count = copy ? 0 : last ? next.count : block.count;
+      find_rows(cache, last ? task.head_begin : head + 1, last ? ahead : here, rows_of.next_count, nullptr, rows_of.next);
+      rows_of.pad(block.count);
     };
+    RowView views[MAX_ROWS];  // of the first head; others differ in what the loop below sets
+    for (int64_t r = 0; r < rows; r++)
+      views[r] = view_row({a, sequence, task.row_begin, task.head_begin}, r, 1, position, block.count, nullptr, nullptr);
     for (int64_t head = task.head_begin; head < task.head_end; head++) {
       const int64_t first = (head - task.head_begin) * rows;
       const RowIndex index{a, sequence, task.row_begin, head};
@@ -79,14 +87,16 @@ void stream_rows(const Attention& a, const Task& task, float* scratch, bool copy
       }
       find(a.k, head, block.k, next.k, s.keys, keys);
       stream_scores<Row>(reinterpret_cast<const Query*>(s.query + first * s.query_stride), s.query_stride, rows, keys,
-                       block.count, round_up(a.k.dim, W), s.scores, s.scores_stride);
+                       block.count, k_dim, s.scores, s.scores_stride);
       const float scale = a.scale * head_scale(a.k_scale, head);
       for (int64_t r = 0; r < rows; r++) {
-        RowView view = view_row(index, r, scale, position, block.count, key_scales, value_scales);
-        softmax_row(s.scores + r * s.scores_stride, view.begin, view.end, block.count, view.rule, state, r);
+        auto& [rule, begin, end] = views[r];
+        rule.scale = scale, rule.key_scales = key_scales, rule.value_scales = value_scales;
+        if (a.slopes) rule.slope = a.slopes[index.head(r)];
+        softmax_row(s.scores + r * s.scores_stride, begin, end, block.count, rule, state, r);
       }
       find(a.v, head, block.v, next.v, s.values, values);
-      stream_values<Row>(s.scores, s.scores_stride, s.rescale, rows, values, block.count, round_up(a.v.dim, W),
+      stream_values<Row>(s.scores, s.scores_stride, s.rescale, rows, values, block.count, v_dim,
                        s.sums + first * s.sums_stride, s.sums_stride);
     }
     position += block.count;
@@ -97,6 +107,7 @@ void stream_rows(const Attention& a, const Task& task, float* scratch, bool copy
     const int64_t i = head - task.head_begin;
     RowState state{s.max + i * rows, s.sum + i * rows, nullptr};
     float* sums = s.sums + i * rows * s.sums_stride;
+    for (int64_t r = 0; r < rows; r++) Weigh<Row>::settle(sums + r * s.sums_stride, wide_columns(v_dim));
     const float scale = head_scale(a.v_scale, head);
     if (task.partial < 0)
       finish_rows(RowIndex{a, sequence, task.row_begin, head}, rows, state, scale, sums, s.sums_stride);
@@ -106,12 +117,19 @@ void stream_rows(const Attention& a, const Task& task, float* scratch, bool copy
   }
 }
 
+template <class Row>
+inline void stream_typed(const Attention& a, const Task& task, float* scratch) {
+  if (a.k.dim == 128 && a.v.dim == 128) return stream_rows<Row, 128>(a, task, scratch, false);
+  if (a.k.dim == 64 && a.v.dim == 64) return stream_rows<Row, 64>(a, task, scratch, false);
+  stream_rows<Row, 0>(a, task, scratch, false);
+}
+
 TCPORT_ONCE void stream_task(const Attention& a, const Task& task, float* scratch) {
   switch (reading_of(a, a.k.dtype == Dtype::bf16 ? Dot<bf16>::STEP : W)) {
-    case Reading::copy: return stream_rows<float>(a, task, scratch, true);
-    case Reading::f32: return stream_rows<float>(a, task, scratch, false);
-    case Reading::f16: return stream_rows<f16>(a, task, scratch, false);
-    case Reading::bf16: return stream_rows<bf16>(a, task, scratch, false);
+    case Reading::copy: return stream_rows<float, 0>(a, task, scratch, true);
+    case Reading::f32: return stream_typed<float>(a, task, scratch);
+    case Reading::f16: return stream_typed<f16>(a, task, scratch);
+    case Reading::bf16: return stream_typed<bf16>(a, task, scratch);
   }
 }
 

@@ -26,6 +26,7 @@ typedef uint8_t vb __attribute__((vector_size(W)));
 typedef int8_t vc __attribute__((vector_size(W)));
 
 #define TCPORT_INLINE inline __attribute__((always_inline))
+#define TCPORT_INLINED __attribute__((always_inline))  // the same, of a lambda
 #define TCPORT_ONCE static __attribute__((noinline, unused))  // called from many instances, worth no copy in each
 
 #define TCPORT_UNROLL _Pragma("GCC unroll 16")  // or the arrays of sums stay in memory
@@ -72,19 +73,21 @@ TCPORT_INLINE float max(vf v) {
 #endif
 }
 
-// The sums of four vectors, side by side.
-TCPORT_INLINE void store_sums(float* p, vf a, vf b, vf c, vf d) {
+// The sums of four vectors, `apart` from each other.
+TCPORT_INLINE void store_sums(float* p, int64_t apart, vf a, vf b, vf c, vf d) {
+#if defined(__AVX2__)
 #if defined(__AVX512F__)
   __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
   __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
   __m512 abcd = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
   __m256 half = _mm256_add_ps(_mm512_castps512_ps256(abcd), _mm512_extractf32x8_ps(abcd, 1));
-  _mm_storeu_ps(p, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
-#elif defined(__AVX2__)
-  __m256 abcd = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
-  _mm_storeu_ps(p, _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1)));
 #else
-  p[0] = sum(a), p[1] = sum(b), p[2] = sum(c), p[3] = sum(d);
+  __m256 half = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+#endif
+  __m128 sums = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+  for (int i = 0; i < 4; i++) p[i * apart] = sums[i];
+#else
+  p[0] = sum(a), p[apart] = sum(b), p[2 * apart] = sum(c), p[3 * apart] = sum(d);
 #endif
 }
 
