@@ -54,7 +54,7 @@ int64_t heads_per_task(const Attention& a, const std::vector<Sequence>& sequence
   int64_t pieces = 0;
   for (const Sequence& s : sequences) pieces += ceil_div(s.length, a.tile.piece);
   int64_t heads = a.kv_heads;
-  while (heads > 1 && pieces * ceil_div(a.kv_heads, heads) < 4 * threads) heads = ceil_div(heads, 2);
+  while (heads > 1 && pieces * ceil_div(a.kv_heads, heads) < 8 * threads) heads = ceil_div(heads, 2);
   return heads;
 }
 

@@ -30,9 +30,8 @@ struct Rows {
 // behind them.
 template <class F>
 TCPORT_INLINE void for_fours(int64_t count, F&& f) {
-  const int64_t quarter = count / STREAMS;
-  for (int64_t j = 0; j < quarter; j++) f(j, quarter);
-  if (quarter * STREAMS < count) f(quarter * STREAMS, int64_t{1});
+  const int64_t quarter = count / STREAMS, rest = quarter * STREAMS;
+  for (int64_t j = 0; j < quarter + (rest < count); j++) f(j < quarter ? j : rest, j < quarter ? quarter : 1);
 }
 
 template <class T>
@@ -62,7 +61,7 @@ struct Dot<bf16> {
 #endif
 
 // scores[r][j] = query[r] . key[j] for ROWS rows and four keys, `apart` from each other.
-template <class T, int ROWS, int FETCH>
+template <class T, int ROWS>
 TCPORT_INLINE void dot_tile(const typename Dot<T>::Query* query, int64_t query_stride, const T* const* keys,
                             const T* const* next, int64_t apart, int64_t dim, float* scores, int64_t scores_stride) {
   vf sums[ROWS][STREAMS];
@@ -70,11 +69,11 @@ TCPORT_INLINE void dot_tile(const typename Dot<T>::Query* query, int64_t query_s
   for (int r = 0; r < ROWS; r++)
     TCPORT_UNROLL
     for (int i = 0; i < STREAMS; i++) sums[r][i] = vf{};
-  auto step = [&](int64_t d) TCPORT_INLINED {
+  for (int64_t d = 0; d < dim; d += Dot<T>::STEP) {
     vf k[STREAMS];
     TCPORT_UNROLL
     for (int i = 0; i < STREAMS; i++) {
-      if (FETCH && d * sizeof(T) % LINE == 0) fetch(next[i * apart] + d);
+      if (d * sizeof(T) % LINE == 0) fetch(next[i * apart] + d);
       k[i] = Dot<T>::load_key(keys[i * apart] + d);
     }
     TCPORT_UNROLL
@@ -83,12 +82,6 @@ TCPORT_INLINE void dot_tile(const typename Dot<T>::Query* query, int64_t query_s
       TCPORT_UNROLL
       for (int i = 0; i < STREAMS; i++) sums[r][i] = Dot<T>::add(sums[r][i], q, k[i]);
     }
-  };
-  if (__builtin_constant_p(dim)) {
-    TCPORT_UNROLL
-    for (int64_t d = 0; d < dim; d += Dot<T>::STEP) step(d);
-  } else {
-    for (int64_t d = 0; d < dim; d += Dot<T>::STEP) step(d);
   }
   TCPORT_UNROLL
   for (int r = 0; r < ROWS; r++)
@@ -101,18 +94,17 @@ TCPORT_INLINE void stream_scores(const typename Dot<T>::Query* query, int64_t qu
                                  const Rows<T>& keys, int64_t count, int64_t dim, float* scores,
                                  int64_t scores_stride) {
   for_fours(count, [&](int64_t j, int64_t apart) TCPORT_INLINED {
-    auto tile = [&]<int ROWS, int FETCH>(number<ROWS>, number<FETCH>, int64_t r) TCPORT_INLINED {
-      dot_tile<T, ROWS, FETCH>(query + r * query_stride, query_stride, keys.row + j, keys.next + j, apart, dim,
-                               scores + r * scores_stride + j, scores_stride);
-    };
-    auto tiles = [&]<int FETCH>(number<FETCH> fetch, int64_t r) TCPORT_INLINED {
-      if (rows - r >= 4) return tile(number<4>{}, fetch, r);
-      if (rows - r == 3) return tile(number<3>{}, fetch, r);
-      if (rows - r == 2) return tile(number<2>{}, fetch, r);
-      tile(number<1>{}, fetch, r);
-    };
-    tiles(number<1>{}, 0);
-    for (int64_t r = 4; r < rows; r += 4) tiles(number<0>{}, r);
+    for (int64_t r = 0; r < rows; r += 4) {
+      const T* const* next = (r ? keys.row : keys.next) + j;  // once is enough
+      auto tile = [&]<int ROWS>(number<ROWS>) TCPORT_INLINED {
+        dot_tile<T, ROWS>(query + r * query_stride, query_stride, keys.row + j, next, apart, dim,
+                          scores + r * scores_stride + j, scores_stride);
+      };
+      if (rows - r >= 4) tile(number<4>{});
+      else if (rows - r == 3) tile(number<3>{});
+      else if (rows - r == 2) tile(number<2>{});
+      else tile(number<1>{});
+    }
   });
 }
 

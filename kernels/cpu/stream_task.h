@@ -28,12 +28,11 @@ struct StreamScratch {
   }
 };
 
-// DIM: the head dim of keys and values, where it is one that loops are unrolled for; 0 elsewhere.
-template <class Row, int DIM>
+template <class Row>
 void stream_rows(const Attention& a, const Task& task, float* scratch, bool copy) {
   const Sequence& sequence = a.sequences[task.sequence];
   const int64_t rows = task.row_end - task.row_begin;
-  const int64_t k_dim = DIM ? DIM : round_up(a.k.dim, W), v_dim = DIM ? DIM : round_up(a.v.dim, W);
+  const int64_t k_dim = round_up(a.k.dim, W), v_dim = round_up(a.v.dim, W);
   Arena arena{scratch};
   StreamScratch s(a, rows, task.head_end - task.head_begin, arena);
 
@@ -117,19 +116,12 @@ void stream_rows(const Attention& a, const Task& task, float* scratch, bool copy
   }
 }
 
-template <class Row>
-inline void stream_typed(const Attention& a, const Task& task, float* scratch) {
-  if (a.k.dim == 128 && a.v.dim == 128) return stream_rows<Row, 128>(a, task, scratch, false);
-  if (a.k.dim == 64 && a.v.dim == 64) return stream_rows<Row, 64>(a, task, scratch, false);
-  stream_rows<Row, 0>(a, task, scratch, false);
-}
-
 TCPORT_ONCE void stream_task(const Attention& a, const Task& task, float* scratch) {
   switch (reading_of(a, a.k.dtype == Dtype::bf16 ? Dot<bf16>::STEP : W)) {
-    case Reading::copy: return stream_rows<float, 0>(a, task, scratch, true);
-    case Reading::f32: return stream_typed<float>(a, task, scratch);
-    case Reading::f16: return stream_typed<f16>(a, task, scratch);
-    case Reading::bf16: return stream_typed<bf16>(a, task, scratch);
+    case Reading::copy: return stream_rows<float>(a, task, scratch, true);
+    case Reading::f32: return stream_rows<float>(a, task, scratch, false);
+    case Reading::f16: return stream_rows<f16>(a, task, scratch, false);
+    case Reading::bf16: return stream_rows<bf16>(a, task, scratch, false);
   }
 }
 
