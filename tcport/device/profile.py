@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Mapping
@@ -139,6 +140,11 @@ class DeviceProfile:
             ) from error
 
     def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        """Taken once: every eager call looks its choice up by the profile."""
         return hash(self.to_json())
 
     def __reduce__(self) -> tuple[Any, ...]:
