@@ -41,10 +41,10 @@ def attend(call: AttentionCall, config: TileConfig) -> tuple[torch.Tensor, torch
         return (paged_decode if call.cu_seqlens_q is None else paged_prefill)(call, config, lambda kernel: kernel)
 
 
-def write(call: WriteCall) -> None:
-    from tcport.kernels.triton_write import kv_write
+def write(call: WriteCall, tile: TileConfig | None = None) -> None:
+    from tcport.kernels.triton_write import WRITE_TILE, kv_write
 
-    kv_write(call, lambda kernel: kernel)
+    kv_write(call, lambda kernel: kernel, tile or WRITE_TILE)
 
 
 def merge(call: MergeCall) -> tuple[torch.Tensor, torch.Tensor]:

@@ -93,12 +93,14 @@ def any_batch(batch: PagedBatch, num_splits: int) -> None:
     batch.check(*entry(call, dataclasses.replace(tile, num_splits=num_splits), lambda kernel: kernel))
 
 
-def write(kv_dtype: torch.dtype, scales: str, layout: str, dtype: torch.dtype = torch.float32) -> None:
+def write(
+    kv_dtype: torch.dtype, scales: str, layout: str, dtype: torch.dtype = torch.float32, tile: TileConfig | None = None
+) -> None:
     """Compare the whole cache, byte for byte."""
-    from tcport.kernels.triton_write import kv_write
+    from tcport.kernels.triton_write import WRITE_TILE, kv_write
 
     call, want = write_problem(kv_dtype, scales, layout, dtype=dtype)
-    kv_write(call, lambda kernel: kernel)
+    kv_write(call, lambda kernel: kernel, tile or WRITE_TILE)
     assert_same_caches(call, want)
 
 
@@ -121,6 +123,9 @@ def checks() -> dict[str, Callable[[], None]]:
         scales = "none" if dtype.itemsize > 1 else "token"
         table[f"write {dtype}"] = functools.partial(write, dtype, scales, "interleaved")
     table["write with a scale per head, head-major"] = functools.partial(write, torch.int8, "head", "HND")
+    for rows in (1, 4, 32):
+        tile = TileConfig(rows, 128, 1, 1)
+        table[f"write, {rows} rows at a time"] = functools.partial(write, FP8[0], "token", "HND", tile=tile)
     table["write int8 from fp64"] = functools.partial(write, torch.int8, "head", "NHD", torch.float64)
     table["write with one scale, packed"] = functools.partial(write, FP8[0], "tensor", "packed")
     for dtype in (torch.float16, torch.float32, torch.float64):

@@ -9,6 +9,7 @@ import torch
 from gpu_kernels import BF16, DECODE, DECODE_TILE, FP16, FP32, attend, merge, write
 from paged_cases import FP8, assert_same_caches, build, check, merge_problem, write_problem
 
+from tcport.ir import TileConfig
 from tcport.kernels.call import AttentionCall, MergeCall, WriteCall
 
 pytestmark = pytest.mark.gpu
@@ -46,6 +47,14 @@ def test_every_8_bit_float_is_read_and_written_back(kv_dtype: torch.dtype) -> No
 def test_kv_write(kv_dtype: torch.dtype, scales: str, layout: str, dtype: torch.dtype) -> None:
     call, want = write_problem(kv_dtype, scales, layout, "cuda", dtype)
     write(call)
+    assert_same_caches(call, want)
+
+
+@pytest.mark.parametrize(("rows", "warps"), [(1, 1), (2, 1), (4, 1), (8, 2), (32, 8), (32, 1)])
+@pytest.mark.parametrize("kv_dtype", [BF16, FP8[0]], ids=str)
+def test_kv_write_by_other_tiles(kv_dtype: torch.dtype, rows: int, warps: int) -> None:
+    call, want = write_problem(kv_dtype, "none" if kv_dtype == BF16 else "head", "interleaved", "cuda", BF16)
+    write(call, TileConfig(rows, 128, warps, 1))
     assert_same_caches(call, want)
 
 
