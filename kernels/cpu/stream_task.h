@@ -58,13 +58,15 @@ void stream_rows(const Attention& a, const Task& task, float* scratch, bool copy
     const Block& block = blocks[current];
     Block& next = blocks[1 - current];
     locate_at(position + block.count, next);
-    // The rows of a head, and those it reads next: the same of the next head, which lie behind them.
+    // The rows of a head, and those to fetch meanwhile: where heads lie apart, those of the next head, which is their
+    // neighbour; where tokens lie apart, and heads share their lines' pages anyhow, the same head's in the next block.
     auto find = [&](const Cache& cache, int64_t head, const int64_t* here, const int64_t* ahead, float* widened,
                     Rows<Row>& rows_of) {
-      const bool last = head + 1 == task.head_end;
       find_rows(cache, head, here, block.count, copy ? widened : nullptr, rows_of.row);
-      rows_of.next_count = copy ? 0 : last ? next.count : block.count;
-      find_rows(cache, last ? task.head_begin : head + 1, last ? ahead : here, rows_of.next_count, nullptr, rows_of.next);
+      const bool apart = cache.head_stride > cache.token_stride, more = head + 1 < task.head_end;
+      const int64_t next_head = !apart ? head : more ? head + 1 : task.head_begin;
+      rows_of.next_count = copy ? 0 : apart && more ? block.count : next.count;
+      find_rows(cache, next_head, apart && more ? here : ahead, rows_of.next_count, nullptr, rows_of.next);
       rows_of.pad(block.count);
     };
     RowView views[MAX_ROWS];  // of the first head; others differ in what the loop below sets
