@@ -109,6 +109,28 @@ def test_a_compiler_that_aborts_costs_its_own_tile_only(cache):
     assert [result.error for result in raised] == ["RuntimeError: no such instruction"] * 2
 
 
+@pytest.mark.parametrize(
+    ("error", "kept"),
+    [
+        ("CompilationError: at 3:4", True),
+        ("RuntimeError: PassManager::run failed", True),
+        ("RuntimeError: Cannot find ptxas", False),
+        ("PermissionError: [Errno 13] Permission denied: 'ptxas'", False),
+        ("OSError: [Errno 28] No space left on device", False),
+        ("the compiler's process ended with code -9: no message", False),
+    ],
+)
+def test_what_may_pass_by_itself_is_asked_again(error: str, kept: bool, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        footprint, "_run_workers", lambda requests: asked.extend(requests) or [{"error": error}] * len(requests)
+    )
+    for _ in range(2):
+        (compiled,) = measure(decode_spec(), [TileConfig(16, 32, 1, 3)], catalogue_profile("h200"), cache=tmp_path)
+        assert compiled.error == error
+    assert len(asked) == (1 if kept else 2)
+
+
 def test_no_compiler_for_the_target_is_said():
     profile = catalogue_profile("b580")
     assert compile_target(profile) is None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TypeVar
+import functools
+from typing import TypeVar
 
 import sympy
 import torch
@@ -105,14 +106,7 @@ def opened(spec: Spec) -> Spec:
 
     What is chosen for it is chosen for all of them, so that a call of new sizes finds its kernels compiled.
     """
-    changes: dict[str, Any] = {}
-    for field in dataclasses.fields(spec):  # type: ignore[arg-type]
-        value = getattr(spec, field.name)
-        if field.name in _OPEN_SIZES:
-            changes[field.name] = _OPEN_SIZES[field.name]
-        elif isinstance(value, (AttentionSpec, WriteSpec)):
-            changes[field.name] = opened(value)
-    return dataclasses.replace(spec, **changes)  # type: ignore[type-var]
+    return dataclasses.replace(spec, **_open_sizes_of(type(spec)))  # type: ignore[type-var]
 
 
 def merge_spec(call: MergeCall) -> MergeSpec:
@@ -150,3 +144,8 @@ def compiled_facts(spec: object) -> str:
         elif dataclasses.is_dataclass(value):
             closed[name] = compiled_facts(value)
     return repr(tuple(closed.items()))
+
+
+@functools.cache
+def _open_sizes_of(kind: type) -> dict[str, Dim]:
+    return {field.name: _OPEN_SIZES[field.name] for field in dataclasses.fields(kind) if field.name in _OPEN_SIZES}

@@ -126,7 +126,7 @@ def tune(
                 raise
             refused.append((link, first_line(error)))
     if not times:
-        raise KernelBuildError(f"No tile works: {refused[0][1]}.", "Look at the chain with tcport.explain.")
+        raise KernelBuildError(f"No tile works: {refused[0][1].rstrip('.')}.", "Look at the chain with tcport.explain.")
     model = next(iter(times))
     finalists = sorted(times, key=lambda link: _mean(times[link]))[:_FINALISTS]
     gains = {model: 1.0} | {link: _gain(model, link, inputs, timer) for link in finalists if link != model}

@@ -32,6 +32,10 @@ ENTRIES = {
 }
 """Kernel name of a ranking -> where its entry function lies."""
 
+# What says nothing about the kernel, and is asked again: a process that died may have been out of memory, an absent
+# tool may be installed, a full disk emptied.
+_PASSING = re.compile(r"the compiler|Cannot find|^(FileNotFound|Permission|Memory|OS|Import|ModuleNotFound)Error")
+
 _TIMEOUT = 300  # seconds for one kernel; spilling tiles take the compilers up to twenty
 
 
@@ -124,7 +128,7 @@ def measure(
     missing = {path: request for path, request in zip(paths, requests, strict=True) if path not in answers}
     for path, answer in zip(missing, _run_workers(list(missing.values())), strict=True):
         answers[path] = answer
-        if "the compiler" not in answer.get("error", ""):  # a process that died may have been out of memory
+        if not _PASSING.search(answer.get("error", "")):
             keep(path, answer)
     return [_compiled(answers[path]) for path in paths]
 
