@@ -15,6 +15,7 @@ from tcport.device import DeviceProfile
 from tcport.ir import AttentionSpec, TileConfig
 from tcport.lowering import compile_check
 from tcport.lowering.candidate import Selection
+from tcport.lowering.paged_attention import every_tile
 from tcport.lowering.registry import select
 from tcport.testing.devices import lower_on
 from tcport.tiling import fit, rank_tiles
@@ -86,6 +87,13 @@ def test_a_tile_that_spills_stands_behind_those_that_do_not(compiler: Compiler) 
     assert [(r.config, r.reason) for r in chosen.rejections if r.config] == [
         (RANKED[0], "8 bytes of a thread's registers spill")
     ]
+
+
+def test_tuning_starts_from_what_the_chain_would_take(compiler: Compiler) -> None:
+    compiler(lambda tile: takes(tile, spill=8 if tile == RANKED[0] else 0))
+    candidates = every_tile(decode_spec(), H200)
+    assert candidates[0].config == tiles(chain())[0] != RANKED[0]
+    assert {link.config for link in candidates} == set(RANKED)
 
 
 def test_where_nothing_fits_the_next_kernel_takes_the_call(compiler: Compiler) -> None:

@@ -29,11 +29,13 @@ class Checked:
     Attributes:
         footprint: what the first of them takes, in words, or why it is not known; empty where nothing was checked.
         rejections: the tiles that were compiled before it, each with what was wrong.
+        why: why the first goes first, where it is not for its rank.
     """
 
     tiles: tuple[TileConfig, ...]
     footprint: str = ""
     rejections: tuple[Rejection, ...] = ()
+    why: str = ""
 
 
 def check_tiles(kernel: str, spec: AttentionSpec, profile: DeviceProfile, ranking: Ranking) -> Checked:

@@ -9,17 +9,16 @@ import torch
 from torch import Tensor
 
 from tcport.device import DeviceProfile
-from tcport.errors import NoTileError, OutOfResourcesError
+from tcport.errors import OutOfResourcesError
 from tcport.ir import AttentionSpec, TileConfig
 from tcport.kernels.call import AttentionCall, Launcher
 from tcport.lowering.candidate import Candidate, Tier, Verdict
-from tcport.lowering.compile_check import check_tiles
 from tcport.lowering.launch_options import with_options
 from tcport.lowering.registry import Answer, LowerFn, register_lowering
-from tcport.lowering.targets import ANY_GPU, TARGETS, Options, Target, refusal, target_of
+from tcport.lowering.targets import ANY_GPU, TARGETS, Options, Target, target_of
+from tcport.lowering.tile_order import tile_order
 from tcport.sequential_op import attend_in_turn
-from tcport.tiling import rank_tiles, tuned
-from tcport.tiling.tuned import measured
+from tcport.tiling import tuned
 
 _TUNED_TILES = 3
 """Ranked tiles that are tried before the smallest one: what defeats the compiler in one often spares the next."""
@@ -38,14 +37,14 @@ def torch_attention(spec: AttentionSpec, profile: DeviceProfile) -> Answer:
 
 
 def every_tile(spec: AttentionSpec, profile: DeviceProfile) -> list[Candidate]:
-    """The Triton kernel of a spec with each tile that is legal on a device, in the model's order.
+    """The Triton kernel of a spec with each tile that a device can have, in the order of a chain without measurements.
 
     Raises:
-        NoTileError: no tile fits.
+        OutOfResourcesError: no tile fits.
     """
     target, name = target_of(profile), "triton_decode" if spec.form == "decode" else "triton_prefill"
-    legal = [tile for tile in rank_tiles(spec, profile).configs if refusal(target, tile) is None]
-    return [_candidate(name, "tuned", tile, target.options(spec, tile)) for tile in legal]
+    tiles = tile_order(name, spec, profile, target, by_measurement=False).tiles
+    return [_candidate(name, "tuned", tile, target.options(spec, tile)) for tile in tiles]
 
 
 def _register(name: str, takes: Callable[[AttentionSpec], Verdict]) -> None:
@@ -66,29 +65,16 @@ def _row(name: str, takes: Callable[[AttentionSpec], Verdict], target: Target) -
         if "float64" in (spec.query_dtype, spec.kv_dtype):
             return Verdict.no("the Triton kernels accumulate in fp32")
         try:
-            ranking = rank_tiles(spec, profile)
-        except NoTileError as error:
-            return Verdict.no(error.cause)
-        legal = [tile for tile in ranking.configs if refusal(target, tile) is None]
-        if not legal:
-            return Verdict.no(refusal(target, ranking.configs[0]) or "no tile is left")
-        faster = measured(spec, profile)
-        known = tuple(tile for tile in legal if faster is not None and faster.is_of(tile))
-        try:
-            # A tile that was measured has nothing left to show; it is compiled for the report alone.
-            checked = check_tiles(name, spec, profile, dataclasses.replace(ranking, configs=known or tuple(legal)))
+            order = tile_order(name, spec, profile, target)
         except OutOfResourcesError as error:
             return Verdict.no(error.cause)
-        if known:
-            checked = dataclasses.replace(checked, tiles=(*known, *(tile for tile in legal if tile not in known)))
-        best = checked.tiles[:_TUNED_TILES]
-        smallest = min(checked.tiles, key=lambda tile: (tile.block_m * tile.block_n, tile.num_stages, tile.num_warps))
+        best = order.tiles[:_TUNED_TILES]
+        smallest = min(order.tiles, key=lambda tile: (tile.block_m * tile.block_n, tile.num_stages, tile.num_warps))
         tiles: list[tuple[Tier, TileConfig]] = [("tuned", tile) for tile in best]
         if smallest not in best:
             tiles.append(("generic", smallest))
         first, *rest = [_candidate(name, tier, tile, target.options(spec, tile)) for tier, tile in tiles]
-        why = faster.why if faster is not None and known else ""
-        return [dataclasses.replace(first, why=why, footprint=checked.footprint), *rest, *checked.rejections]
+        return [dataclasses.replace(first, why=order.why, footprint=order.footprint), *rest, *order.rejections]
 
     return lower
 

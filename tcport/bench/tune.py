@@ -106,6 +106,7 @@ def tune(
     Raises:
         ArgumentError: one set of a case's inputs is larger than ``memory``.
         KernelBuildError: no tile works.
+        OutOfResourcesError: no tile is legal.
     """
     end = clock() + seconds
     torch.manual_seed(0)
