@@ -15,14 +15,18 @@ from test_tiling_rank import H200, decode_spec
 from typer.testing import CliRunner
 
 import tcport
+from tcport import chain
 from tcport.bench.cases import parse_case
 from tcport.bench.inputs import copies_of
 from tcport.bench.tune import shapes, tune
 from tcport.cli import app
-from tcport.device import nvidia_source
+from tcport.device import nvidia_source, refresh
 from tcport.errors import ArgumentError
 from tcport.ir import BATCH, CONTEXT, AttentionSpec
-from tcport.lowering.registry import rows, select
+from tcport.kernels.call import AttentionCall, Launcher
+from tcport.kernels.offline import record
+from tcport.lowering.operators import PAGED_ATTENTION
+from tcport.lowering.registry import rows, select, touch
 from tcport.testing.devices import lower_on
 from tcport.tiling import rank_tiles, tuned
 from tcport.tiling.tuned import Measured, Table, facts_of, identity_of, measured, store, stored, table_from, tile_of
@@ -155,6 +159,33 @@ def test_the_report_of_a_compile_says_what_was_measured() -> None:
     (node,) = lower_on(H200, tcport.paged_attention, *args, dynamic=True)
     assert node.tile.startswith(str(dataclasses.replace(SLOWER, num_splits=1)))
     assert node.why.startswith("measured 3.4% faster than the model's 16x32 w1 st4")
+
+
+def test_an_eager_call_follows_the_power_limit_of_a_device_that_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = [700.0]
+    monkeypatch.setattr(nvidia_source, "power_limit", lambda uuid: limit[0])
+    monkeypatch.setattr(chain, "device_profile", lambda device: H200)
+    touch()
+    store(Table(identity_of(H200), (entry(),)))
+    caches = [torch.empty(16, 16, 8, 128, dtype=torch.bfloat16, device="meta") for _ in range(2)]
+    table, lens = (torch.empty(shape, dtype=torch.int32, device="meta") for shape in ((3, 4), (3,)))
+    query = torch.empty(3, 32, 128, dtype=torch.bfloat16, device="meta")
+    call = AttentionCall.of(query, *caches, table, lens)
+
+    def eager(launch: Launcher) -> None:
+        monkeypatch.setattr(chain, "_launch", launch)
+        chain.run(PAGED_ATTENTION, call)
+
+    def tile() -> tuple[int, ...]:
+        launch = record(lambda launch: eager(launch))[0]
+        return launch.arguments["BLOCK_N"], launch.options["num_warps"], launch.options["num_stages"]
+
+    measured_tile = (SLOWER.block_n, SLOWER.num_warps, SLOWER.num_stages)
+    assert tile() == measured_tile != (32, 1, 4)
+    limit[0] = 350.0
+    assert tile() == measured_tile  # nobody has looked
+    refresh()
+    assert tile() == (32, 1, 4)
 
 
 def test_an_exported_table_is_imported(tmp_path: Path) -> None:

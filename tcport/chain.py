@@ -9,7 +9,7 @@ from tcport import history, quarantine
 from tcport.bundle.store import named_folders
 from tcport.cache_folders import settle_cache_folders
 from tcport.counting import count
-from tcport.device import DeviceProfile, device_profile
+from tcport.device import DeviceProfile, device_profile, refreshes
 from tcport.errors import KernelBuildError, KernelLaunchError, OutOfResourcesError, SelfTestError
 from tcport.failures import cause_of, class_name, details, first_line, raise_if_sticky
 from tcport.ir import TileConfig
@@ -40,7 +40,7 @@ def run(operator: Operator, call: Any, *, kernel: Kernels = None, strict: bool =
         KernelLaunchError: the device reported a fault that no other kernel can survive in this process.
     """
     profile = device_profile(device_of(call))
-    state = (generation(), named_folders())
+    state = (generation(), named_folders(), refreshes())
     choice = _choice(operator, opened(operator.spec(call)), profile, kernel, strict, state)
     for candidate in survivors(choice):
         if quarantine.reason(choice, candidate) is not None:

@@ -14,6 +14,7 @@ from rich.table import Table
 from tcport.bench.cases import Case, parse_case
 from tcport.bench.tune import Tuning, shapes
 from tcport.errors import ArgumentError, TcportError
+from tcport.lowering.registry import touch
 from tcport.tiling import tuned
 
 
@@ -34,6 +35,7 @@ def tune(
         if import_file:
             path = tuned.store(_read(import_file))
             console.print(f"{escape(str(import_file))} is kept as {escape(str(path))}")
+            touch()
         groups = shapes([parse_case(text) for text in case or []])
         if groups or export:
             _tune(console, groups, seconds, memory * 1e9, export)
@@ -63,6 +65,7 @@ def _tune(console: Console, groups: list[list[Case]], seconds: float, memory: fl
         promoted = [each.promoted for each in tunings if each.promoted is not None]
         table = tuned.stored(identity).with_entries(promoted, [each.facts for each in tunings])
         console.print(f"{len(promoted)} of {len(tunings)} kept in {escape(str(tuned.store(table)))}")
+        touch()
     if export:
         try:
             export.write_text(json.dumps(tuned.stored(identity).to_dict(), indent=1) + "\n", encoding="utf-8")

@@ -62,10 +62,23 @@ def set_profile(profile: DeviceProfile | str | None, device_type: str = "cuda") 
     _chosen[profile.device_type] = profile
 
 
+_refreshes = 0
+
+
 def refresh() -> None:
     """Forgets what was read, so that the next :func:`device_profile` asks the sources again."""
+    global _refreshes
+    _refreshes += 1
     _read.cache_clear()
     load_profile.cache_clear()
+
+
+def refreshes() -> int:
+    """A number that grows with each :func:`refresh`: what was chosen under another one may be out of date.
+
+    A device may have changed in what is no fact of its profile, such as its power limit.
+    """
+    return _refreshes
 
 
 @functools.cache
