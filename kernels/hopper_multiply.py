@@ -1,0 +1,163 @@
+# type: ignore  (device code: Gluon's language, which type checkers take for Python)
+"""The warps of the Hopper kernel that multiply: four of them, with 64 query rows, against every tile of keys.
+
+Softmax is the online one of FlashAttention (arXiv:2205.14135, algorithm 1) in base 2; the order of products and
+softmax is that of FlashAttention-3 (arXiv:2407.08608, algorithm 2): the softmax of a tile runs while the tensor cores
+multiply the weights of the tile before with its values.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+ROWS = gl.constexpr(64)  # of a group of four warps: the height of a wgmma
+_LOG2E = gl.constexpr(1.4426950408889634)
+_LN2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def multiply(
+    query_tiles, source, boxes, barriers, turns, span, rows, scale, out, lse, group: gl.constexpr,
+    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Attend with one half of the rows of a block, and store the results.
+
+    The two groups take turns at handing products to the tensor cores: while those of one group are computed, the
+    other takes its softmax. Without turns both would wait for products, and then take the softmax, at the same time.
+    """
+    dtype: gl.constexpr = query_tiles.dtype
+    WARPS: gl.constexpr = gl.num_warps()
+    operand: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    logit_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
+    out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, DIM, 16])
+    weight_layout: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [WARPS, 1], [1, 0])
+    key_ready, key_free, value_ready, value_free = barriers
+    # The halves of a tile lie one behind the other, as they do in a swizzled tile of the whole width.
+    key_tiles = boxes[0]._reinterpret(dtype, [STAGES, BLOCK_N, DIM], operand)
+    value_tiles = boxes[1]._reinterpret(dtype, [STAGES, BLOCK_N, DIM], operand)
+    query_tile = query_tiles.index(group)
+    first_token, first_position, count, seq_len, window, kv_head = rows
+    start, begin, end, full_begin, full_end, tiles = span
+
+    wide_row = group * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, wide))
+    dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, wide))
+    valid = (wide_row // GROUP < count) & (wide_row < TOKENS * GROUP)
+    token = (first_token + gl.minimum(wide_row // GROUP, count - 1)).to(gl.int64)
+    head = kv_head * GROUP + wide_row % GROUP
+    pointers = source[0] + token * source[1] + head.to(gl.int64) * source[2]
+    loaded = gl.load(pointers[:, None] + dim[None, :], mask=valid[:, None], other=0.0)
+    # The factor's sign goes into the query, so that the largest product is the largest logit.
+    query_tile.store((loaded.to(gl.float32) * source[3]).to(dtype))
+    fence_async_shared()
+
+    row = group * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, logit_layout))
+    column = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, logit_layout))
+    position = first_position + gl.minimum(row // GROUP, count - 1)
+    row_begin, row_end = visible(position, seq_len, window, CAUSAL)
+    factor = scale * _LOG2E
+    maximum = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, logit_layout))
+    denominator = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, logit_layout))
+    result = gl.zeros([ROWS, DIM], gl.float32, out_layout)
+    nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, logit_layout)
+    if tiles > 0:
+        mbarrier.wait(key_ready.index(0), 0)
+        logits = warpgroup_mma(query_tile, key_tiles.index(0).permute((1, 0)), nothing, use_acc=False)
+        mbarrier.arrive(key_free.index(0))
+        weights, _, maximum, denominator = _softmax(
+            logits, start, full_begin, full_end, row_begin, row_end, column, maximum, denominator, factor, BLOCK_N
+        )
+        weights = gl.convert_layout(weights.to(dtype), weight_layout)
+        mbarrier.wait(key_ready.index(1 % STAGES), 1 // STAGES & 1, pred=tiles > 1)
+        for tile in range(1, tiles):
+            stage = tile % STAGES
+            before = (tile - 1) % STAGES
+            mbarrier.wait(value_ready.index(before), (tile - 1) // STAGES & 1)
+            if (tile == 1) & (start < begin):
+                _erase(value_tiles.index(before), start, begin, seq_len, BLOCK_N, DIM)
+            mbarrier.wait(turns.index(group), tile - 1 & 1 if group else tile & 1)
+            logits = warpgroup_mma(
+                query_tile, key_tiles.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True
+            )
+            result = warpgroup_mma(weights, value_tiles.index(before), result, is_async=True)
+            mbarrier.arrive(turns.index(1 - group))
+            logits = warpgroup_mma_wait(1, deps=(logits,))
+            mbarrier.arrive(key_free.index(stage))
+            next_weights, rescale, maximum, denominator = _softmax(
+                logits, start + tile * BLOCK_N, full_begin, full_end, row_begin, row_end, column, maximum,
+                denominator, factor, BLOCK_N,
+            )  # fmt: skip
+            next_weights = gl.convert_layout(next_weights.to(dtype), weight_layout)
+            # This wait of the next round stands here because it is a loop: the assembler moves the softmax
+            # across a wait for products, which it is to run under, and not across a loop.
+            after = tile + 1
+            mbarrier.wait(key_ready.index(after % STAGES), after // STAGES & 1, pred=after < tiles)
+            result, weights = warpgroup_mma_wait(0, deps=(result, weights))
+            mbarrier.arrive(value_free.index(before))
+            rescale = gl.convert_layout(rescale, gl.SliceLayout(1, out_layout))
+            result *= rescale[:, None]
+            weights = next_weights
+        final = (tiles - 1) % STAGES
+        past = start + (tiles - 1) * BLOCK_N
+        mbarrier.wait(value_ready.index(final), (tiles - 1) // STAGES & 1)
+        if (past < begin) | (past + BLOCK_N > seq_len):
+            _erase(value_tiles.index(final), past, begin, seq_len, BLOCK_N, DIM)
+        result = warpgroup_mma(weights, value_tiles.index(final), result)
+    target = token * (NUM_KV_HEADS * GROUP) + head
+    share = gl.convert_layout(gl.where(denominator > 0, denominator, 1.0), gl.SliceLayout(1, out_layout))
+    result = gl.convert_layout((result / share[:, None]).to(out.dtype.element_ty), wide)
+    gl.store(out + target[:, None] * DIM + dim[None, :], result, mask=valid[:, None])
+    if lse is not None:
+        log_sum = (maximum * factor + gl.log2(denominator)) * _LN2
+        gl.store(lse + target, gl.convert_layout(log_sum, gl.SliceLayout(1, wide)), mask=valid)
+
+
+@gluon.jit
+def visible(position, seq_len, window, CAUSAL: gl.constexpr):
+    """Half-open interval of the keys that a query at ``position`` sees."""
+    begin = position * 0
+    end = begin + seq_len
+    if CAUSAL:
+        end = gl.minimum(end, position + 1)
+    if window is not None:
+        begin = gl.maximum(begin, position - window + 1)
+    return begin, end
+
+
+@gluon.jit
+def _softmax(
+    logits, start, full_begin, full_end, row_begin, row_end, column, maximum, denominator, factor,
+    BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """Weights of one tile's products, the factor on what was summed before, and the new maximum and denominator."""
+    if (start + BLOCK_N > full_end) | (start < full_begin):
+        key = start + column
+        seen = (key[None, :] >= row_begin[:, None]) & (key[None, :] < row_end[:, None])
+        logits = gl.where(seen, logits, float("-inf"))
+    new_maximum = gl.maximum(maximum, gl.max(logits, 1))
+    # A row that has seen no key yet: keep -inf - -inf from becoming NaN.
+    reference = gl.where(new_maximum == float("-inf"), 0.0, new_maximum) * factor
+    weights = gl.exp2(logits * factor - reference[:, None])
+    rescale = gl.exp2(maximum * factor - reference)
+    return weights, rescale, new_maximum, denominator * rescale + gl.sum(weights, 1)
+
+
+@gluon.jit
+def _erase(values, start, begin, end, BLOCK_N: gl.constexpr, DIM: gl.constexpr):
+    """Zeros for the values outside ``[begin, end)``: what lies there may be NaN, and 0 times NaN would be summed."""
+    PART: gl.constexpr = 16  # rows at a time, to need few registers beside those of the accumulator
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [gl.num_warps(), 1], [1, 0])
+    for first in gl.static_range(0, BLOCK_N, PART):
+        part = values.slice(first, PART)
+        key = start + first + gl.arange(0, PART, layout=gl.SliceLayout(1, layout))
+        inside = (key >= begin) & (key < end)
+        part.store(gl.where(inside[:, None], part.load(layout), 0.0))
+    fence_async_shared()

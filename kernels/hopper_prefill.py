@@ -1,0 +1,125 @@
+"""Paged attention of several query tokens on Hopper; the device side is :mod:`tcport.kernels.hopper_attention`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tcport.ir import KVLayout, TileConfig
+from tcport.kernels.call import AttentionCall, Launcher
+
+BLOCK_M = 128
+"""Query rows of a CTA: 64, the height of a wgmma, for each of the two groups of warps."""
+
+_SMALLEST_BOX = 8  # keys: rows of the pattern in which 128 bytes are swizzled
+_BOX_DIMS = 64
+_ALIGNMENT = 16  # bytes, of what TMA takes for addresses and strides
+
+
+def hopper_prefill(call: AttentionCall, config: TileConfig, launch: Launcher) -> tuple[Tensor, Tensor]:
+    """Attention of packed query tokens, for calls that :func:`misfit` has nothing against.
+
+    Args:
+        call: a call with ``cu_seqlens_q`` on real tensors: their addresses go into TMA descriptors.
+        config: ``block_m`` is 128; ``block_n`` keys a tile; ``num_stages`` buffers of K and of V.
+        launch: see :data:`tcport.kernels.call.Launcher`.
+
+    Returns:
+        As :func:`tcport.kernels.triton_decode.paged_decode`.
+    """
+    from tcport.kernels.hopper_attention import hopper_attention_kernel
+
+    query, k, v = call.query, call.k_cache, call.v_cache
+    num_tokens, num_heads, dim = (int(size) for size in query.shape)
+    num_kv_heads = int(k.shape[2])
+    group = num_heads // num_kv_heads
+    out = query.new_empty(num_tokens, num_heads, dim)
+    lse = query.new_empty((num_tokens, num_heads) if call.return_lse else (0,), dtype=torch.float32)
+    box = box_keys(int(k.shape[1]), config.block_n)
+    keys, values = Matrix.of(k), Matrix.of(v)
+    # Every sequence may begin a block of its own, and so may the rows before and behind all sequences.
+    blocks = num_tokens // (BLOCK_M // group) + call.seq_lens.shape[0] + 2
+    launch(hopper_attention_kernel)[(blocks * num_kv_heads,)](
+        keys=_descriptor(k, keys, box),
+        values=_descriptor(v, values, box),
+        query=query,
+        block_table=call.block_table,
+        seq_lens=call.seq_lens,
+        cu_seqlens_q=call.cu_seqlens_q,
+        out=out,
+        lse=lse if call.return_lse else None,
+        num_seqs=call.seq_lens.shape[0],
+        num_tokens=num_tokens,
+        sign=float((call.scale > 0) - (call.scale < 0)),
+        scale=abs(float(call.scale)) or 1.0,
+        window=call.window,
+        query_stride_token=query.stride(0),
+        query_stride_head=query.stride(1),
+        k_page_rows=keys.page_rows,
+        k_head_rows=keys.head_rows,
+        k_head_dims=keys.head_dims,
+        v_page_rows=values.page_rows,
+        v_head_rows=values.head_rows,
+        v_head_dims=values.head_dims,
+        table_stride_seq=call.block_table.stride(0),
+        table_stride_page=call.block_table.stride(1),
+        lens_stride=call.seq_lens.stride(0),
+        cu_stride=call.cu_seqlens_q.stride(0),
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=group,
+        PAGE_SIZE=int(k.shape[1]),
+        DIM=dim,
+        BLOCK_N=config.block_n,
+        BOX=box,
+        STAGES=config.num_stages,
+        CAUSAL=call.causal,
+        num_warps=4,
+    )
+    return out, lse
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """A cache seen as a matrix whose rows lie one token stride apart, as TMA needs it.
+
+    Token t of page p and KV head h begins at row ``p * page_rows + h * head_rows + t``, column ``h * head_dims``.
+    """
+
+    stride: int
+    page_rows: int
+    head_rows: int
+    head_dims: int
+    rows: int
+    columns: int
+
+    @staticmethod
+    def of(cache: Tensor) -> Matrix:
+        """Of a cache ``[pages, page, KV heads, dim]`` whose layout :func:`layout_misfit` has nothing against."""
+        pages, page, heads, dim = (int(size) for size in cache.shape)
+        stride_page, stride, stride_head = (int(size) for size in cache.stride()[:3])
+        page_rows = stride_page // stride if pages > 1 else 0
+        by_rows = heads == 1 or stride_head % stride == 0
+        head_rows, head_dims = (stride_head // stride, 0) if by_rows else (0, stride_head)
+        if heads == 1:
+            head_rows = 0
+        rows = (pages - 1) * page_rows + (heads - 1) * head_rows + page
+        return Matrix(stride, page_rows, head_rows, head_dims, rows, (heads - 1) * head_dims + dim)
+
+
+def box_keys(page_size: int, block_n: int) -> int:
+    """Keys that one copy brings: as many as lie together in a page, and divide a tile."""
+    return math.gcd(page_size, block_n)
+
+
+def _descriptor(cache: Tensor, matrix: Matrix, box: int) -> Any:
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return TensorDescriptor(
+        cache, [matrix.rows, matrix.columns], [matrix.stride, 1], [box, _BOX_DIMS], layout
+    )
