@@ -97,9 +97,6 @@ def hopper_attention_kernel(
     value_boxes = gl.allocate_shared_memory(dtype, [STAGES * BOXES, BOX, BOX_DIMS], operand)
     key_ready, key_free = _barriers(STAGES)
     value_ready, value_free = _barriers(STAGES)
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(turns.index(0), count=1)
-    mbarrier.init(turns.index(1), count=1)
 
     boxes = (key_boxes, value_boxes)
     barriers = (key_ready, key_free, value_ready, value_free)
@@ -114,14 +111,14 @@ def hopper_attention_kernel(
             (
                 multiply,
                 (
-                    query_tiles, source, boxes, barriers, turns, span, rows, scale, out, lse, 0,
+                    query_tiles, source, boxes, barriers, span, rows, scale, out, lse, 0,
                     NUM_KV_HEADS, GROUP, TOKENS, DIM, BLOCK_N, STAGES, CAUSAL,
                 ),
             ),
             (
                 multiply,
                 (
-                    query_tiles, source, boxes, barriers, turns, span, rows, scale, out, lse, 1,
+                    query_tiles, source, boxes, barriers, span, rows, scale, out, lse, 1,
                     NUM_KV_HEADS, GROUP, TOKENS, DIM, BLOCK_N, STAGES, CAUSAL,
                 ),
             ),

@@ -20,33 +20,32 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 ROWS = gl.constexpr(64)  # of a group of four warps: the height of a wgmma
 _LOG2E = gl.constexpr(1.4426950408889634)
 _LN2 = gl.constexpr(0.6931471805599453)
+_RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # from Triton 3.7 or later on
 
 
 @gluon.jit
 def multiply(
-    query_tiles, source, boxes, barriers, turns, span, rows, scale, out, lse, group: gl.constexpr,
+    query_tiles, source, boxes, barriers, span, rows, scale, out, lse, group: gl.constexpr,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Attend with one half of the rows of a block, and store the results.
 
-    The two groups take turns at handing products to the tensor cores: while those of one group are computed, the
-    other takes its softmax. Without turns both would wait for products, and then take the softmax, at the same time.
+    The two groups run on their own: when one takes its softmax, the tensor cores are left to the other. Making them
+    take turns, as FlashAttention-3 does, was tried on an H200 and gained nothing.
     """
     dtype: gl.constexpr = query_tiles.dtype
     WARPS: gl.constexpr = gl.num_warps()
-    operand: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     logit_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
     out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, DIM, 16])
     weight_layout: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [WARPS, 1], [1, 0])
     key_ready, key_free, value_ready, value_free = barriers
-    # The halves of a tile lie one behind the other, as they do in a swizzled tile of the whole width.
-    key_tiles = boxes[0]._reinterpret(dtype, [STAGES, BLOCK_N, DIM], operand)
-    value_tiles = boxes[1]._reinterpret(dtype, [STAGES, BLOCK_N, DIM], operand)
+    key_tiles = _as_tiles(boxes[0], STAGES, BLOCK_N, DIM)
+    value_tiles = _as_tiles(boxes[1], STAGES, BLOCK_N, DIM)
     query_tile = query_tiles.index(group)
     first_token, first_position, count, seq_len, window, kv_head = rows
-    start, begin, end, full_begin, full_end, tiles = span
+    start, begin, _, full_begin, full_end, tiles = span
 
     wide_row = group * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, wide))
     dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, wide))
@@ -83,12 +82,10 @@ def multiply(
             mbarrier.wait(value_ready.index(before), (tile - 1) // STAGES & 1)
             if (tile == 1) & (start < begin):
                 _erase(value_tiles.index(before), start, begin, seq_len, BLOCK_N, DIM)
-            mbarrier.wait(turns.index(group), tile - 1 & 1 if group else tile & 1)
             logits = warpgroup_mma(
                 query_tile, key_tiles.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True
             )
             result = warpgroup_mma(weights, value_tiles.index(before), result, is_async=True)
-            mbarrier.arrive(turns.index(1 - group))
             logits = warpgroup_mma_wait(1, deps=(logits,))
             mbarrier.arrive(key_free.index(stage))
             next_weights, rescale, maximum, denominator = _softmax(
@@ -118,6 +115,15 @@ def multiply(
     if lse is not None:
         log_sum = (maximum * factor + gl.log2(denominator)) * _LN2
         gl.store(lse + target, gl.convert_layout(log_sum, gl.SliceLayout(1, wide)), mask=valid)
+
+
+@gluon.jit
+def _as_tiles(boxes, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr):
+    """The boxes of the buffers as tiles: their halves lie one behind the other, as in a swizzled tile of that width."""
+    layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    if _RENAMED:
+        return boxes.reinterpret(boxes.dtype, [STAGES, BLOCK_N, DIM], layout)
+    return boxes._reinterpret(boxes.dtype, [STAGES, BLOCK_N, DIM], layout)
 
 
 @gluon.jit

@@ -9,15 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tcport.ir import KVLayout, TileConfig
+from tcport.ir import TileConfig
 from tcport.kernels.call import AttentionCall, Launcher
 
 BLOCK_M = 128
 """Query rows of a CTA: 64, the height of a wgmma, for each of the two groups of warps."""
 
-_SMALLEST_BOX = 8  # keys: rows of the pattern in which 128 bytes are swizzled
+SMALLEST_BOX = 8
+"""Keys: rows of the pattern in which the 128 bytes of a row are swizzled."""
+
+ALIGNMENT = 16
+"""Bytes, of what TMA takes for addresses and strides."""
+
 _BOX_DIMS = 64
-_ALIGNMENT = 16  # bytes, of what TMA takes for addresses and strides
+_MOST_ROWS = 2**31 - 1  # coordinates of a copy are signed 32-bit numbers
 
 
 def hopper_prefill(call: AttentionCall, config: TileConfig, launch: Launcher) -> tuple[Tensor, Tensor]:
@@ -33,7 +38,9 @@ def hopper_prefill(call: AttentionCall, config: TileConfig, launch: Launcher) ->
     """
     from tcport.kernels.hopper_attention import hopper_attention_kernel
 
-    query, k, v = call.query, call.k_cache, call.v_cache
+    query, k, v, cu_seqlens_q = call.query, call.k_cache, call.v_cache, call.cu_seqlens_q
+    if cu_seqlens_q is None:
+        raise ValueError("the kernel is for packed query tokens: give it cu_seqlens_q")
     num_tokens, num_heads, dim = (int(size) for size in query.shape)
     num_kv_heads = int(k.shape[2])
     group = num_heads // num_kv_heads
@@ -49,7 +56,7 @@ def hopper_prefill(call: AttentionCall, config: TileConfig, launch: Launcher) ->
         query=query,
         block_table=call.block_table,
         seq_lens=call.seq_lens,
-        cu_seqlens_q=call.cu_seqlens_q,
+        cu_seqlens_q=cu_seqlens_q,
         out=out,
         lse=lse if call.return_lse else None,
         num_seqs=call.seq_lens.shape[0],
@@ -68,7 +75,7 @@ def hopper_prefill(call: AttentionCall, config: TileConfig, launch: Launcher) ->
         table_stride_seq=call.block_table.stride(0),
         table_stride_page=call.block_table.stride(1),
         lens_stride=call.seq_lens.stride(0),
-        cu_stride=call.cu_seqlens_q.stride(0),
+        cu_stride=cu_seqlens_q.stride(0),
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         PAGE_SIZE=int(k.shape[1]),
@@ -80,6 +87,38 @@ def hopper_prefill(call: AttentionCall, config: TileConfig, launch: Launcher) ->
         num_warps=4,
     )
     return out, lse
+
+
+def misfit(call: AttentionCall) -> str | None:
+    """Why these very tensors do not suit the kernel, where a call's shapes and dtypes do."""
+    if call.query.stride(2) != 1:
+        return "dims of the query do not lie together"
+    for name, cache in (("K", call.k_cache), ("V", call.v_cache)):
+        if (why := layout_misfit(cache.stride(), int(cache.shape[2]), int(cache.shape[3]))) is not None:
+            return f"{name}: {why}"
+        if cache.data_ptr() % ALIGNMENT:
+            return f"{name} begins at an address that is no multiple of {ALIGNMENT}"
+        if cache.numel() == 0 or Matrix.of(cache).rows > _MOST_ROWS:
+            return f"{name} has no rows, or more than 2^31 - 1"
+    return None
+
+
+def layout_misfit(strides: tuple[int, ...], heads: int, dim: int) -> str | None:
+    """Why a cache is no :class:`Matrix`.
+
+    Args:
+        strides: of ``[pages, page, KV heads, dim]``, in elements of 16 bits.
+    """
+    page, token, head, step = strides
+    if step != 1:
+        return f"TMA copies dims that lie together, these are {step} apart"
+    if token <= 0 or token * 2 % ALIGNMENT:
+        return f"a token stride of {token * 2} bytes is no multiple of TMA's {ALIGNMENT}"
+    if page % token:
+        return f"a page stride of {page} is no multiple of the token stride of {token}"
+    if head % token and (heads - 1) * head + dim > token:
+        return f"heads {head} apart lie neither within a token stride of {token} nor a multiple of it apart"
+    return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +137,7 @@ class Matrix:
 
     @staticmethod
     def of(cache: Tensor) -> Matrix:
-        """Of a cache ``[pages, page, KV heads, dim]`` whose layout :func:`layout_misfit` has nothing against."""
+        """Of a cache ``[pages, page, KV heads, dim]`` of a layout that the kernel takes."""
         pages, page, heads, dim = (int(size) for size in cache.shape)
         stride_page, stride, stride_head = (int(size) for size in cache.stride()[:3])
         page_rows = stride_page // stride if pages > 1 else 0
@@ -120,6 +159,4 @@ def _descriptor(cache: Tensor, matrix: Matrix, box: int) -> Any:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    return TensorDescriptor(
-        cache, [matrix.rows, matrix.columns], [matrix.stride, 1], [box, _BOX_DIMS], layout
-    )
+    return TensorDescriptor(cache, [matrix.rows, matrix.columns], [matrix.stride, 1], [box, _BOX_DIMS], layout)

@@ -110,13 +110,24 @@ def compile_launch(launch: Launch, target: GPUTarget, known: Specialisation | No
     index = {param.name: number for number, param in enumerate(launch.kernel.params)}
     constants = {(index[name],): value for name, value in known.constants.items()}
     attributes = {(index[name],): [["tt.divisibility", 16]] for name in known.aligned}
-    source = ASTSource(launch.kernel, known.signature, constants, attributes)
+    source = _source(launch.kernel)(launch.kernel, known.signature, constants, attributes)
     with targeting(target):
         return triton.compile(source, target=target, options=dict(launch.options))
 
 
+def _source(kernel: Any) -> type[ASTSource]:
+    """The front end that a kernel is written for: Triton's, or Gluon's."""
+    if not kernel.is_gluon():
+        return ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    return GluonASTSource
+
+
 def type_of(value: Any) -> str:
     """Triton's name of an argument's type."""
+    if hasattr(value, "block_shape"):  # a TMA descriptor
+        return f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)},{value.layout!r}>"
     if isinstance(value, torch.Tensor):
         return "*" + _TYPES[value.dtype]
     if isinstance(value, float):

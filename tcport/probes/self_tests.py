@@ -12,10 +12,11 @@ from collections.abc import Callable
 import torch
 
 from tcport.device import device_profile
-from tcport.ir import TileConfig
+from tcport.ir import AttentionSpec, TileConfig
 from tcport.kernels import reference
 from tcport.kernels.call import AttentionCall, MergeCall, WriteCall
 from tcport.tiling import rank_tiles
+from tcport.tiling.hopper import rank_hopper_tiles
 from tcport.tiling.plan import plain_spec
 
 _HEADS, _KV_HEADS, _DIM, _PAGE = 8, 2, 128, 16
@@ -38,7 +39,20 @@ def self_tests(device: torch.device) -> dict[str, Callable[[], str]]:
             tests[f"{kernel} {tile}"] = lambda entry=entry, q_lens=q_lens, tile=tile: _attention(
                 entry, _problem(device, q_lens), tile
             )
+    tests |= _hopper_tests(device)
     return {**tests, "triton_write": lambda: _write(device), "triton_merge": lambda: _merge(device)}
+
+
+def _hopper_tests(device: torch.device) -> dict[str, Callable[[], str]]:
+    """The Hopper kernel with every tile that it may have for the problem's head dim; none on another architecture."""
+    if not (device_profile(device).arch or "").startswith("sm_90"):
+        return {}
+    from tcport.kernels.hopper_prefill import hopper_prefill
+
+    q_lens = (0, 1, 37, 130)
+    call = _problem(device, q_lens)
+    tiles = rank_hopper_tiles(_spec(sum(q_lens)), device_profile(device)).configs
+    return {f"hopper_prefill {tile}": lambda tile=tile: _attention(hopper_prefill, call, tile) for tile in tiles}
 
 
 def _attention(entry: Callable[..., tuple[torch.Tensor, torch.Tensor]], call: AttentionCall, tile: TileConfig) -> str:
@@ -85,15 +99,18 @@ def _merge(device: torch.device) -> str:
 
 def _tiles(device: torch.device, tokens: int | None) -> list[TileConfig]:
     """The best tile, the largest and the smallest, of one split each."""
-    dtype = str(_DTYPE).removeprefix("torch.")
-    spec = plain_spec(
-        num_q_heads=_HEADS, num_kv_heads=_KV_HEADS, dim_qk=_DIM, dim_v=_DIM, page=_PAGE, batch=len(_LENS),
-        context=320, tokens=tokens, dtype=dtype, kv_dtype=dtype,
-    )  # fmt: skip
-    ranked = rank_tiles(spec, device_profile(device)).configs
+    ranked = rank_tiles(_spec(tokens), device_profile(device)).configs
     largest = max(ranked, key=lambda tile: (tile.block_m * tile.block_n, tile.num_stages))
     smallest = min(ranked, key=lambda tile: (tile.block_m * tile.block_n, tile.num_stages, tile.num_warps))
     return list(dict.fromkeys(dataclasses.replace(tile, num_splits=1) for tile in (ranked[0], largest, smallest)))
+
+
+def _spec(tokens: int | None) -> AttentionSpec:
+    dtype = str(_DTYPE).removeprefix("torch.")
+    return plain_spec(
+        num_q_heads=_HEADS, num_kv_heads=_KV_HEADS, dim_qk=_DIM, dim_v=_DIM, page=_PAGE, batch=len(_LENS),
+        context=320, tokens=tokens, dtype=dtype, kv_dtype=dtype,
+    )  # fmt: skip
 
 
 def _problem(device: torch.device, q_lens: tuple[int, ...]) -> AttentionCall:

@@ -29,6 +29,7 @@ from tcport.user_cache import cache_folder, keep, kept
 ENTRIES = {
     "decode": "tcport.kernels.triton_decode:paged_decode",
     "prefill": "tcport.kernels.triton_prefill:paged_prefill",
+    "hopper_prefill": "tcport.kernels.hopper_prefill:hopper_prefill",
 }
 """Kernel name of a ranking -> where its entry function lies."""
 

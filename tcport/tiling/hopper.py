@@ -1,0 +1,55 @@
+"""Tiles of the Hopper kernel: 128 rows in two groups of four warps, each group's products one wgmma high."""
+
+from __future__ import annotations
+
+import functools
+
+from sympy import Max
+
+from tcport.device.profile import DeviceProfile
+from tcport.errors import NoTileError
+from tcport.ir import AttentionSpec, TileConfig
+from tcport.tiling.constraints import Constraint
+from tcport.tiling.formula import Formula, size
+from tcport.tiling.limits import limits_of
+from tcport.tiling.optimizer import Ranking
+
+BLOCK_M, WARPS = 128, 4
+"""Rows of a CTA, and the warps of the first of its two groups, which starts the others."""
+
+_BN, _STAGES, _DIM = size("block_n"), size("stages"), size("dim")
+
+# A result passes through shared memory on its way to whole rows, one group's at a time; 256 bytes are barriers.
+_SHARED = Formula(
+    "shared memory of a CTA",
+    BLOCK_M * _DIM * 2 + 2 * _STAGES * _BN * _DIM * 2 + Max(BLOCK_M * _DIM, 16384) + 256,
+    "bytes",
+)
+# A thread of a group holds half a row's share of logits and result, and the weights of two tiles at 16 bits.
+_REGISTERS = Formula("registers of a multiplying thread", 40 + _BN / 2 + _DIM / 2 + 2 * _BN / 4)
+_MULTIPLYING_REGISTERS = 232
+"""What a multiplying thread may have when the 256 of them leave 40 to each of the 128 of the fetching warp's group."""
+
+
+@functools.lru_cache(maxsize=256)
+def rank_hopper_tiles(spec: AttentionSpec, profile: DeviceProfile) -> Ranking:
+    """Tiles that fit, widest first: a wider tile meets fewer barriers per key; two buffers hide the copies' latency.
+
+    Raises:
+        NoTileError: when no tile fits.
+    """
+    legal, rejected = [], []
+    limits = limits_of(profile)
+    checks = (Constraint(_SHARED, limits.shared_per_cta), Constraint(_REGISTERS, _MULTIPLYING_REGISTERS))
+    for block_n in (128, 64):
+        for stages in (2, 3):
+            tile = TileConfig(BLOCK_M, block_n, WARPS, stages)
+            values = {"block_n": block_n, "stages": stages, "dim": spec.head_dim_qk}
+            broken = next((check for check in checks if not check.holds(values)), None)
+            if broken is None:
+                legal.append(tile)
+            else:
+                rejected.append((tile, broken.reason(values)))
+    if not legal:
+        raise NoTileError(f"No tile fits; of {rejected[-1][0]}, {rejected[-1][1]}.", "The plain kernel takes the call.")
+    return Ranking("hopper_prefill", tuple(legal), tuple(rejected), notes=limits.assumed)
