@@ -100,7 +100,7 @@ def hopper_attention_kernel(
 
     boxes = (key_boxes, value_boxes)
     barriers = (key_ready, key_free, value_ready, value_free)
-    span = (start, begin, end, full_begin, full_end, tiles)
+    span = (start, begin, full_begin, full_end, tiles)
     rows = (first_token, first_position, count, seq_len, window, kv_head)
     source = (query, query_stride_token, query_stride_head, sign)
     table = (block_table + seq.to(gl.int64) * table_stride_seq, table_stride_page)
@@ -125,7 +125,7 @@ def hopper_attention_kernel(
             (
                 fetch,
                 (
-                    keys, values, boxes, barriers, span, table, key_place, value_place,
+                    keys, values, boxes, barriers, (start, end, tiles), table, key_place, value_place,
                     PAGE_SIZE, DIM, BLOCK_N, BOX, STAGES,
                 ),
             ),

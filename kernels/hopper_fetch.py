@@ -28,7 +28,7 @@ def fetch(
     once more: a tile is always the same number of bytes, and table entries that hold no visible key are not read.
     """
     key_ready, key_free, value_ready, value_free = barriers
-    start, _, end, _, _, tiles = span
+    start, end, tiles = span
     if tiles > 0:
         last = (end - 1) // BOX * BOX
         pages = _load_pages(table, start, last, PAGE_SIZE, BLOCK_N, BOX)

@@ -45,7 +45,7 @@ def multiply(
     value_tiles = _as_tiles(boxes[1], STAGES, BLOCK_N, DIM)
     query_tile = query_tiles.index(group)
     first_token, first_position, count, seq_len, window, kv_head = rows
-    start, begin, _, full_begin, full_end, tiles = span
+    start, begin, full_begin, full_end, tiles = span
 
     wide_row = group * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, wide))
     dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, wide))
