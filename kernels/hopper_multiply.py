@@ -121,9 +121,8 @@ def multiply(
 def _as_tiles(boxes, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr):
     """The boxes of the buffers as tiles: their halves lie one behind the other, as in a swizzled tile of that width."""
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    if _RENAMED:
-        return boxes.reinterpret(boxes.dtype, [STAGES, BLOCK_N, DIM], layout)
-    return boxes._reinterpret(boxes.dtype, [STAGES, BLOCK_N, DIM], layout)
+    shape: gl.constexpr = [STAGES, BLOCK_N, DIM]
+    return boxes.reinterpret(boxes.dtype, shape, layout) if _RENAMED else boxes._reinterpret(boxes.dtype, shape, layout)
 
 
 @gluon.jit
