@@ -138,7 +138,7 @@ def test_gather_with_symbolic_sizes(gather: Gather) -> None:
     assert adapted.kinds == ["paged_attention:sdpa"], adapted.report
 
 
-@pytest.mark.parametrize("page", [lambda entry: entry - 1, lambda entry: entry - 2, lambda entry: entry + 1])
+@pytest.mark.parametrize("page", [lambda entry: entry - 1, lambda entry: entry + 1])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_page_ids_that_count_from_another_page(page: Callable[[Tensor], Tensor], dynamic: bool) -> None:
     """As where entry 0 stands for no page: ``cache[table - 1]``; or page 0 is kept free: ``cache[table + 1]``."""
@@ -149,6 +149,18 @@ def test_page_ids_that_count_from_another_page(page: Callable[[Tensor], Tensor],
     given = problem()
     adapted = run(model, *given.args[:3], given.table % 9 + 2, given.lens, dynamic=dynamic)
     assert adapted.kinds == ["paged_attention:sdpa"], adapted.report
+
+
+@pytest.mark.parametrize("step", [2, 9])
+def test_page_ids_that_may_count_from_the_end(step: int) -> None:
+    """``cache[table - 9]`` of nine pages counts from the end in PyTorch."""
+
+    def model(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor) -> Tensor:
+        return attend(indexing_flatten)(q, k_cache, v_cache, table - step, lens)
+
+    given = problem()
+    adapted = run(model, *given.args[:3], given.table % 9, given.lens)
+    assert (adapted.kinds, adapted.rules) == ([], ["layout"]), adapted.report
 
 
 @pytest.mark.parametrize(("first", "other"), [(-1, -2), (-2, -1), (-1, 1)])

@@ -265,15 +265,12 @@ def _table_read(element: Stored, position: Expr, name: str) -> Read:
 
 
 def _first_page(element: Stored, table: Read) -> Expr:
-    """The page of entry 0 where ids count from a number above 0, as in ``cache[table - 1]``: what to add to an entry.
+    """The page of entry 0, which is added to the entries: -1 where ids count from 1, as in ``cache[table - 1]``.
 
-    Ids that count from below 0 read a cache from some page on, which is a view of it.
+    Ids that count from below 0 read a cache from some page on, which is a view of it. A larger step back, such as by
+    the number of pages, may be meant to lead below 0, where PyTorch counts from the end.
     """
-    for coord in element.ref.coords:
-        offset = coord - table
-        if offset.is_Integer and offset < 0:
-            return offset
-    return sympy.Integer(0)
+    return sympy.Integer(-1) if any(coord - table == -1 for coord in element.ref.coords) else sympy.Integer(0)
 
 
 def _page_size(table: Read, position: Expr, keys: Expr) -> Expr:
