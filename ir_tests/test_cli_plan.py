@@ -29,6 +29,16 @@ def test_plan_as_json_has_every_config_and_its_reason():
     assert data["compiled"] is None
 
 
+def test_plan_ends_with_the_chain():
+    arguments = ["plan", "--no-compile", "--device", "h200", "--tokens", "4096"]
+    lines = run(app, arguments).output.splitlines()
+    chain = lines[lines.index("chain, as the call would try it:") + 1 :]
+    assert chain[0] == "  hopper_prefill [tuned] 128x128 w4 st2"
+    assert chain[1].startswith("  triton_prefill [tuned] ")
+    assert chain[-1] == "  torch_attention [torch]"
+    assert json.loads(run(app, [*arguments, "--json"]).output)["chain"] == [line.strip() for line in chain]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -22,6 +22,7 @@ from tcport.device import FACTS, DeviceProfile, catalogue, catalogue_profile, de
 from tcport.device.sources import present_devices
 from tcport.doctor import examine, healthy
 from tcport.errors import TcportError
+from tcport.lowering.registry import select
 from tcport.tiling.matrix import DEVICES, DIMS, PAGES, cells, summary
 from tcport.tiling.matrix import DTYPES as MATRIX_DTYPES
 from tcport.tiling.matrix import run as run_matrix
@@ -36,6 +37,8 @@ app.command()(sweep)
 app.command()(tune)
 # A pipe has no width of its own: tables get room for their names.
 _console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 140)
+
+_TIES = "Estimates within a hundredth of each other count as equal; among such the leaner tile goes first."
 
 _DTYPES = {
     "bf16": "bfloat16",
@@ -88,10 +91,15 @@ def plan(
     except TcportError as error:
         typer.echo(json.dumps({"refusal": str(error)}) if as_json else f"refused: {error}", err=not as_json)
         raise typer.Exit(1) from error
+    chain = _chain(made)
     if as_json:
-        typer.echo(json.dumps(made.to_dict(), indent=2))
-    else:
-        _print_plan(made, top)
+        typer.echo(json.dumps({**made.to_dict(), "chain": chain}, indent=2))
+        return
+    _print_plan(made, top)
+    if chain:
+        _console.print("chain, as the call would try it:")
+    for link in chain:
+        _console.print("  " + escape(link))
 
 
 @app.command()
@@ -158,10 +166,17 @@ def matrix(
     raise typer.Exit(1 if too_big else 0)
 
 
+def _chain(made: Plan) -> list[str]:
+    """The links of the call's chain. The CPU's own are known only once its kernels are built, which a plan does not."""
+    if made.profile.vendor == "cpu":
+        return []
+    return [str(link) for link in select("paged_attention", made.spec, made.profile).candidates]
+
+
 def _print_plan(made: Plan, top: int) -> None:
     ranking, profile = made.ranking, made.profile
     _console.print(f"{ranking.kernel} on {profile.name or profile.vendor} ({profile.arch or 'target unknown'})")
-    table = Table("rank", "tile", "estimate, us")
+    table = Table("rank", "tile", "estimate, us", caption=_TIES if made.ranking.costs else None)
     costs = ranking.costs or (None,) * len(ranking.configs)
     for place, (config, cost) in enumerate(zip(ranking.configs[:top], costs, strict=False), 1):
         table.add_row(str(place), str(config), "-" if cost is None else f"{cost * 1e6:.1f}")
