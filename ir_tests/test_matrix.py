@@ -14,10 +14,11 @@ from tcport.tiling.matrix import DEVICES, Cell, Outcome, cells, profile_of, run,
 
 
 def test_it_has_every_combination() -> None:
-    assert len(cells()) == 13 * 2 * 3 * 7 * 5
+    assert len(cells()) == 13 * 2 * 3 * 7 * 5 + 2 * 3 * 4  # and the kernel for Hopper: no fp8, no pages of one key
     assert cells(["sm_90"], ["bfloat16"], [128], [16]) == [
         Cell("sm_90", "decode", "bfloat16", 128, 16),
         Cell("sm_90", "prefill", "bfloat16", 128, 16),
+        Cell("sm_90", "hopper_prefill", "bfloat16", 128, 16),
     ]
     with pytest.raises(ArgumentError, match="no target 'sm_70'"):
         cells(["sm_70"])

@@ -14,10 +14,14 @@ from typing import Any
 
 from tcport.device import catalogue_profile
 from tcport.device.profile import DeviceProfile
-from tcport.errors import ArgumentError, NoTileError
-from tcport.tiling.footprint import compile_target
+from tcport.errors import ArgumentError, KernelBuildError, NoTileError, OutOfResourcesError
+from tcport.kernels.hopper_prefill import SMALLEST_BOX, box_keys
+from tcport.tiling.fit import fit
+from tcport.tiling.footprint import ENTRIES, compile_target
+from tcport.tiling.hopper import rank_hopper_tiles
 from tcport.tiling.limits import limits_of
-from tcport.tiling.plan import make_plan, plain_spec
+from tcport.tiling.optimizer import rank_tiles
+from tcport.tiling.plan import plain_spec
 
 # CUDA C++ Programming Guide, technical specifications of compute capability 8.6; no card of it is in the catalogue.
 _SM_86 = DeviceProfile(
@@ -92,7 +96,7 @@ def cells(
     dims: Sequence[int] = DIMS,
     pages: Sequence[int] = PAGES,
 ) -> list[Cell]:
-    """The cells of a matrix.
+    """The cells of a matrix: the plain kernels everywhere, the one for Hopper where it takes the call.
 
     Raises:
         ArgumentError: a target that is not in :data:`DEVICES`.
@@ -100,7 +104,19 @@ def cells(
     unknown = [target for target in targets if target not in DEVICES]
     if unknown:
         raise ArgumentError(f"The matrix has no target {unknown[0]!r}.", f"Choose from {', '.join(DEVICES)}.")
-    return [Cell(*row) for row in itertools.product(targets, KERNELS, dtypes, dims, pages)]
+    plain = [Cell(*row) for row in itertools.product(targets, KERNELS, dtypes, dims, pages)]
+    own = itertools.product(targets, ("hopper_prefill",), dtypes, dims, pages)
+    return plain + [cell for cell in itertools.starmap(Cell, own) if _for_hopper(cell)]
+
+
+def _for_hopper(cell: Cell) -> bool:
+    """Whether the kernel for Hopper takes such a call (``lowering/hopper.py``)."""
+    return (
+        cell.target == "sm_90"
+        and cell.dtype in ("float16", "bfloat16")
+        and cell.dim in (64, 128, 256)
+        and box_keys(cell.page, 64) >= SMALLEST_BOX
+    )
 
 
 def run(todo: Iterable[Cell], jobs: int, done: Callable[[Outcome], None] = lambda outcome: None) -> list[Outcome]:
@@ -134,13 +150,14 @@ def compile_cell(cell: Cell) -> Outcome:
     if compile_target(profile) is None:
         return Outcome(cell, refusal=f"Triton here has no compiler for {cell.target}")
     try:
-        plan = make_plan(spec, profile)
+        ranking = rank_hopper_tiles(spec, profile) if cell.kernel == "hopper_prefill" else rank_tiles(spec, profile)
+        accepted = fit(spec, profile, ranking, ENTRIES[cell.kernel])
     except NoTileError as error:
         return Outcome(cell, refusal=error.cause)
-    if plan.fit is None:
-        return Outcome(cell, refusal=plan.refusal or "no tile passed")
+    except (OutOfResourcesError, KernelBuildError) as error:
+        return Outcome(cell, refusal=str(error))
     limits = limits_of(profile)
-    widest = max(plan.fit.compiled.footprints, key=lambda footprint: footprint.shared)
+    widest = max(accepted.compiled.footprints, key=lambda footprint: footprint.shared)
     by_each = (
         limits.shared_per_unit // max(1, widest.shared),
         limits.threads_per_unit // widest.threads,
@@ -148,14 +165,14 @@ def compile_cell(cell: Cell) -> Outcome:
     )
     return Outcome(
         cell,
-        tile=str(plan.fit.config),
+        tile=str(accepted.config),
         shared=widest.shared,
         shared_limit=limits.shared_per_cta,
         registers=widest.registers,
-        spill=plan.fit.compiled.spill,
+        spill=accepted.compiled.spill,
         threads=widest.threads,
         occupancy=min(by_each),
-        steps=tuple(f"{config}: {why}" for config, why in plan.fit.steps),
+        steps=tuple(f"{config}: {why}" for config, why in accepted.steps),
     )
 
 
