@@ -15,7 +15,7 @@ from paged_cases import Case, build
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tcport.device import catalogue_profile
+from tcport.device import DeviceProfile, catalogue_profile
 from tcport.errors import NoTileError
 from tcport.ir import AttentionSpec, KVLayout, TileConfig
 from tcport.kernels.call import AttentionCall
@@ -103,6 +103,27 @@ def test_the_widest_tile_that_fits_goes_first() -> None:
     small = dataclasses.replace(H200, shared_per_cta_optin=48 << 10, shared_per_cta=48 << 10)
     with pytest.raises(NoTileError, match="No tile fits"):
         rank_hopper_tiles(spec(64), small)
+
+
+@given(
+    shared=st.integers(1, 300 << 10),
+    threads=st.sampled_from([1, 256, 383, 384, 1024]),
+    registers=st.sampled_from([1, 128, 255]),
+    dim=st.sampled_from([64, 128, 256]),
+)
+def test_no_device_gets_a_tile_that_it_has_no_room_for(shared: int, threads: int, registers: int, dim: int) -> None:
+    facts = {"shared_per_cta": shared, "max_threads_per_cta": threads, "max_registers_per_thread": registers}
+    device = DeviceProfile("nvidia", "cuda", arch="sm_90", shared_per_cta_optin=shared, **facts)  # type: ignore[arg-type]
+    try:
+        tiles = rank_hopper_tiles(spec(dim), device).configs
+    except NoTileError:
+        tiles = ()
+    # Queries, two buffers of K and of V with 64 keys each, and a result on its way out.
+    least = 128 * dim * 2 + 2 * 2 * 64 * dim * 2 + max(128 * dim, 16384) + 256
+    per_thread = 40 + 64 / 2 + dim / 2 + 64 / 2
+    assert bool(tiles) == (shared >= least and threads >= 384 and registers >= per_thread)
+    for tile in tiles:
+        assert shared > 128 * dim * 2 + 2 * tile.num_stages * tile.block_n * dim * 2
 
 
 @pytest.mark.parametrize(("dim", "page"), [(64, 16), (128, 16), (128, 1056), (256, 128)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from sympy import Max
+from sympy import Integer, Max
 
 from tcport.device.profile import DeviceProfile
 from tcport.errors import NoTileError
@@ -25,6 +25,8 @@ _SHARED = Formula(
     BLOCK_M * _DIM * 2 + 2 * _STAGES * _BN * _DIM * 2 + Max(BLOCK_M * _DIM, 16384) + 256,
     "bytes",
 )
+# Two groups of four warps, and four for the one that fetches: registers are dealt out to four warps at a time.
+_THREADS = Formula("threads of a CTA", Integer(3 * WARPS * 32))
 # A thread of a group holds half a row's share of logits and result, and the weights of two tiles at 16 bits.
 _REGISTERS = Formula("registers of a multiplying thread", 40 + _BN / 2 + _DIM / 2 + 2 * _BN / 4)
 _MULTIPLYING_REGISTERS = 232
@@ -40,7 +42,11 @@ def rank_hopper_tiles(spec: AttentionSpec, profile: DeviceProfile) -> Ranking:
     """
     legal, rejected = [], []
     limits = limits_of(profile)
-    checks = (Constraint(_SHARED, limits.shared_per_cta), Constraint(_REGISTERS, _MULTIPLYING_REGISTERS))
+    checks = (
+        Constraint(_SHARED, limits.shared_per_cta),
+        Constraint(_THREADS, limits.threads_per_cta),
+        Constraint(_REGISTERS, min(_MULTIPLYING_REGISTERS, limits.registers_per_thread)),
+    )
     for block_n in (128, 64):
         for stages in (2, 3):
             tile = TileConfig(BLOCK_M, block_n, WARPS, stages)
