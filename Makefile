@@ -4,6 +4,8 @@
 #   make test          set up, then run every test that needs no GPU
 #   make gpu-test      set up, then run the tests that need a CUDA GPU
 #   make sanitize      set up, then test the CPU's C++ kernels under address and undefined-behaviour sanitizers
+#   make emulate       set up, then test those C++ kernels that this machine may not have: NEON (needs
+#                      aarch64-linux-gnu-g++ and qemu-aarch64) and AMX (needs AVX-512 BF16)
 #   make lint          set up, then ruff and pyright
 #   make matrix        set up, then compile the kernels for every target into build/matrix (hours; narrow it with ARGS)
 #   make setup         the environment alone
@@ -17,7 +19,7 @@ VENV ?= .venv
 JOBS ?= 2
 PY := $(VENV)/bin/python
 
-.PHONY: setup demo test gpu-test sanitize lint matrix clean
+.PHONY: setup demo test gpu-test sanitize emulate lint matrix clean
 
 setup: $(VENV)/ready
 
@@ -36,6 +38,9 @@ gpu-test: setup
 
 sanitize: setup
 	$(PY) .ci/sanitize.py $(ARGS)
+
+emulate: setup
+	$(PY) .ci/emulate.py $(ARGS)
 
 lint: setup
 	$(PY) -m ruff check .

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,13 @@ from tcport.lowering.registry import select
 from tcport.testing import PagedBatch, Recipe, build_batch, paged_batches
 
 CPU_FLAGS = set(Path("/proc/cpuinfo").read_text().split()) if Path("/proc/cpuinfo").exists() else set()
-NEEDS = {"avx512_bf16": {"avx512vl", "avx512_bf16"}, "avx512": {"avx512vl"}, "avx2": {"avx2", "fma"}, "baseline": set()}
+NEEDS = {
+    "avx512_amx": {"avx512vl", "avx512_bf16", "amx_bf16", "amx_tile"},
+    "avx512_bf16": {"avx512vl", "avx512_bf16"},
+    "avx512": {"avx512vl"},
+    "avx2": {"avx2", "fma"},
+    "baseline": set(),
+}
 ISAS = [isa for isa, flags in NEEDS.items() if flags <= CPU_FLAGS]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 QUANTISED = (
@@ -240,3 +248,12 @@ def test_a_large_write_is_the_reference_to_the_byte(isa: str) -> None:
         expected = torch.zeros_like(cache).flatten(0, 1)
         expected[slots] = rows
         assert torch.equal(cache.flatten(0, 1), expected)
+
+
+def test_tile_kernels_with_emulated_tiles() -> None:
+    """On a processor that lacks even the rest of their instruction set, the baseline's kernels have their turn."""
+    target = "amx" if NEEDS["avx512_bf16"] <= CPU_FLAGS else "baseline"
+    script = Path(__file__).parents[1] / ".ci" / "emulate.py"
+    done = subprocess.run([sys.executable, str(script), target], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert ": 0 of 288 cases wrong" in done.stdout

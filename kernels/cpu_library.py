@@ -37,7 +37,14 @@ _ABI = "0x020b000000000000"  # torch 2.11, the oldest whose stable ABI has all t
 
 _X86 = ["-mavx2", "-mfma", "-mf16c"]
 _X86_512 = [*_X86, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
-_ISA_FLAGS = {"baseline": [], "avx2": _X86, "avx512": _X86_512, "avx512_bf16": [*_X86_512, "-mavx512bf16"]}
+_X86_BF16 = [*_X86_512, "-mavx512bf16"]
+_ISA_FLAGS = {
+    "baseline": [],
+    "avx2": _X86,
+    "avx512": _X86_512,
+    "avx512_bf16": _X86_BF16,
+    "avx512_amx": [*_X86_BF16, "-mamx-tile", "-mamx-bf16"],
+}
 _FLAGS = ["-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
 # Loop unswitching multiplies the code of the softmax by its options. The warnings are about GCC's own intrinsics.
 _KERNEL_FLAGS = ["-std=c++20", "-O3", "-fno-math-errno", "-fno-trapping-math"]
@@ -113,6 +120,12 @@ def build(folder: Path | None = None) -> Path:
             "Set TCPORT_CACHE_DIR to a folder that can be written.",
         ) from error
     return built
+
+
+def kernel_flags(isa: str, compiler: str) -> list[str]:
+    """What a compiler needs to be told to make the kernels of one instruction set."""
+    gcc = [] if "clang" in Path(compiler).name else _GCC_FLAGS
+    return [*_KERNEL_FLAGS, *gcc, f"-DTCPORT_ISA={isa}", *_ISA_FLAGS[isa]]
 
 
 def outlook() -> str:
@@ -249,16 +262,15 @@ def _compile(compiler: list[str], built: Path) -> None:
     if sys.platform == "win32":
         raise KernelBuildError("The CPU kernels are not built on Windows.", "Attention runs as plain PyTorch there.")
     torch_root = Path(torch.__file__).parent
-    gcc = [] if "clang" in Path(compiler[0]).name else _GCC_FLAGS
     with tempfile.TemporaryDirectory(dir=built.parent) as scratch:
         jobs = []
         for source in sorted(SOURCES.glob("*.cpp")):
             if source.name != "kernels.cpp":
                 flags = ["-std=c++17", "-O2", f"-DTORCH_TARGET_VERSION={_ABI}", f"-isystem{torch_root / 'include'}"]
                 jobs.append((source, flags, f"{scratch}/{source.stem}.o"))
-        for isa, isa_flags in _ISA_FLAGS.items():
+        for isa in _ISA_FLAGS:
             if isa == "baseline" or platform.machine() in ("x86_64", "AMD64"):
-                flags = [*_KERNEL_FLAGS, *gcc, f"-DTCPORT_ISA={isa}", *isa_flags]
+                flags = kernel_flags(isa, compiler[0])
                 jobs.insert(0, (SOURCES / "kernels.cpp", flags, f"{scratch}/kernels_{isa}.o"))
         progress = _Progress(len(jobs) + 1)
 

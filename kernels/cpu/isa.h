@@ -8,7 +8,8 @@ namespace tcport_cpu {
 // The kernels in use: the best the processor runs, or what select_kernels chose.
 const Kernels& kernels();
 
-// Selects by name ("baseline", "avx2", "avx512", "avx512_bf16"; "" for the best). False: not built or not runnable.
+// Selects by name ("baseline", "avx2", "avx512", "avx512_bf16", "avx512_amx"; "" for the best). False: not built or not
+// runnable.
 bool select_kernels(const char* name);
 
 }  // namespace tcport_cpu

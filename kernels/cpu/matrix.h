@@ -2,21 +2,27 @@
 #pragma once
 
 #include "blocks.h"
+#include "tiles.h"
 
 namespace tcport_cpu::TCPORT_ISA {
 
-constexpr int PANEL = 2 * W;                     // columns of a packed panel
-constexpr int TILE_ROWS = W == 16 ? 12 : 6;      // rows of a register tile: 24 (12) sums of 32 (16) registers
-constexpr int ROW_MULTIPLE = W == 16 ? 4 : 2;    // rows are padded to a multiple of this
+constexpr int PANEL = 2 * W;  // columns of a packed panel
 
 // One 32-bit step of the inner product: an fp32, or a pair of bf16.
 struct Single {
   static constexpr int ELEMENTS = 1;
+  static constexpr int KEYS = 1;                         // the keys of a block are padded to a multiple of this,
+  static constexpr int ROWS = W == 16 ? 4 : 2;           // and rows to one of this
+  static constexpr int TILE_ROWS = W == 16 ? 12 : 6;     // of a register tile: 24 (12) sums of 32 (16) registers
   static TCPORT_INLINE vf add(vf sum, vf a, vf b) { return sum + a * b; }
 };
-#if defined(__AVX512BF16__)
+#if defined(TCPORT_AMX)
+struct Pair {  // a product of tiles takes 16 steps at a time, for 16 rows
+  static constexpr int ELEMENTS = 2, KEYS = 2 * TILE, ROWS = TILE, TILE_ROWS = 2 * TILE;
+};
+#elif defined(__AVX512BF16__)
 struct Pair {
-  static constexpr int ELEMENTS = 2;
+  static constexpr int ELEMENTS = 2, KEYS = 2, ROWS = 4, TILE_ROWS = 12;
   static TCPORT_INLINE vf add(vf sum, vf a, vf b) { return (vf)_mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
 };
 #endif
@@ -45,13 +51,56 @@ inline void product_tile(const float* a, int64_t a_stride, const float* panel, i
     for (int i = 0; i < 2; i++) store(c + r * c_stride + i * W, acc[r][i]);
 }
 
-// Calls f(first row, tag of the tile's rows) for tiles that cover `rows` rows, a multiple of ROW_MULTIPLE.
-template <class F>
+#if defined(TCPORT_AMX)
+// The same with tiles, for 16 or 32 rows. Steps from the last multiple of 16 before `begin` to the first behind `end` are
+// taken: one of the factors is 0 there.
+template <int ROWS>
+inline void tile_product(const float* a, int64_t a_stride, const float* panel, int64_t begin, int64_t end, float* c,
+                         int64_t c_stride, const float* rescale) {
+  constexpr bool BOTH = ROWS > TILE;
+  float *c1 = c + TILE, *c2 = c + TILE * c_stride, *c3 = c2 + TILE;
+  if (rescale) {
+    for (int r = 0; r < ROWS; r++)
+      for (int i = 0; i < 2; i++) store(c + r * c_stride + i * W, load(c + r * c_stride + i * W) * rescale[r]);
+    tile_load<0>(c, c_stride), tile_load<1>(c1, c_stride);
+    if (BOTH) tile_load<2>(c2, c_stride), tile_load<3>(c3, c_stride);
+  } else {
+    tile_zero<0>(), tile_zero<1>();
+    if (BOTH) tile_zero<2>(), tile_zero<3>();
+  }
+  for (int64_t k = begin / TILE * TILE; k < end; k += TILE) {
+    tile_load<4>(a + k, a_stride);
+    tile_load<6>(panel + k * PANEL, PANEL), tile_load<7>(panel + k * PANEL + TILE, PANEL);
+    tile_add_product<0, 4, 6>(), tile_add_product<1, 4, 7>();
+    if (BOTH) {
+      tile_load<5>(a + TILE * a_stride + k, a_stride);
+      tile_add_product<2, 5, 6>(), tile_add_product<3, 5, 7>();
+    }
+  }
+  tile_store<0>(c, c_stride), tile_store<1>(c1, c_stride);
+  if (BOTH) tile_store<2>(c2, c_stride), tile_store<3>(c3, c_stride);
+}
+
+template <>
+inline void product_tile<Pair, TILE>(const float* a, int64_t a_stride, const float* panel, int64_t begin, int64_t end,
+                                     float* c, int64_t c_stride, const float* rescale) {
+  tile_product<TILE>(a, a_stride, panel, begin, end, c, c_stride, rescale);
+}
+template <>
+inline void product_tile<Pair, 2 * TILE>(const float* a, int64_t a_stride, const float* panel, int64_t begin,
+                                         int64_t end, float* c, int64_t c_stride, const float* rescale) {
+  tile_product<2 * TILE>(a, a_stride, panel, begin, end, c, c_stride, rescale);
+}
+#endif
+
+// Calls f(first row, tag of the tile's rows) for tiles that cover `rows` rows, a multiple of Step::ROWS.
+template <class Step, class F>
 TCPORT_INLINE void for_tiles(int64_t rows, F&& f) {
   int64_t r = 0;
-  for (; r + TILE_ROWS <= rows; r += TILE_ROWS) f(r, number<TILE_ROWS>{});
-  for (; r + 2 * ROW_MULTIPLE <= rows; r += 2 * ROW_MULTIPLE) f(r, number<2 * ROW_MULTIPLE>{});
-  for (; r < rows; r += ROW_MULTIPLE) f(r, number<ROW_MULTIPLE>{});
+  for (; r + Step::TILE_ROWS <= rows; r += Step::TILE_ROWS) f(r, number<Step::TILE_ROWS>{});
+  if constexpr (2 * Step::ROWS < Step::TILE_ROWS)
+    for (; r + 2 * Step::ROWS <= rows; r += 2 * Step::ROWS) f(r, number<2 * Step::ROWS>{});
+  for (; r < rows; r += Step::ROWS) f(r, number<Step::ROWS>{});
 }
 
 // W rows of W 32-bit lanes, transposed; rows at to + i * stride.
@@ -99,14 +148,15 @@ inline void pack_keys(const T* const* rows, int64_t count, int64_t dim, float* p
   }
 }
 
-// Values as panels [PANEL columns] of [32-bit step of the keys][column]; columns past the dim are zeros.
+// Values as panels [PANEL columns] of [32-bit step of the keys][column]; keys past the count and columns past the dim are
+// zeros.
 template <class Step, class T>
 inline void pack_values(const T* const* rows, int64_t count, int64_t dim, float* panels) {
-  int64_t steps = round_up(count, Step::ELEMENTS) / Step::ELEMENTS;
+  int64_t steps = round_up(count, Step::KEYS) / Step::ELEMENTS;
   for (int64_t c = 0; c < round_up(dim, PANEL); c += W) {
     float* to = panels + c / PANEL * steps * PANEL + c % PANEL;
     for (int64_t s = 0; s < steps; s++, to += PANEL) {
-      if (c >= dim) {
+      if (c >= dim || s * Step::ELEMENTS >= count) {
         store(to, vf{});
       } else if constexpr (Step::ELEMENTS == 2) {
         vu low = __builtin_convertvector(load_bits<vh>(rows[2 * s] + c), vu), high{};
