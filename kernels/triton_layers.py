@@ -18,7 +18,7 @@ def silu_mul(gate: Tensor, up: Tensor, launch: Launcher) -> Tensor:
     width = int(gate.shape[-1])
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     gate, up = gate.reshape(-1, width), up.reshape(-1, width)
-    block = min(1024, _power_of_two(width))
+    block = min(1024, power_of_two(width))
     launch(silu_mul_kernel)[(torch.sym_max(gate.shape[0], 1), triton.cdiv(width, block))](
         gate=gate,
         up=up,
@@ -40,7 +40,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, launch
     width = int(x.shape[-1])
     total, normed = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     x, residual = x.reshape(-1, width), residual.reshape(-1, width)
-    block = _power_of_two(width)
+    block = power_of_two(width)
     launch(add_rms_norm_kernel)[(torch.sym_max(x.shape[0], 1),)](
         x=x,
         residual=residual,
@@ -61,7 +61,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, launch
     return total, normed
 
 
-def _power_of_two(width: int) -> int:
+def power_of_two(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
 

@@ -148,14 +148,14 @@ def _write_rows(
     if FORMAT is not None:
         x = encode(x.to(tl.float32), FORMAT)
     elif stored == tl.int8:
-        x = _nearest_int8(x.to(wide))
+        x = nearest_int8(x.to(wide))
     elif x.dtype != stored:
         x = x.to(wide)
     tl.store(target[:, None] + dim[None, :].to(tl.int64) * target_stride, x.to(target.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _nearest_int8(x):
+def nearest_int8(x):
     """Rounded to nearest even and saturated.
 
     Adding 1.5 * 2^23 (2^52 for fp64) leaves the integer, in two's complement, in the low bits of the float.

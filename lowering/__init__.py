@@ -1,3 +1,12 @@
 """Lowerings of tcport: a spec and a device profile in, candidate kernels out."""
 
-from tcport.lowering import bundled, cpu, hopper, kv_write, layers, merge_states, paged_attention  # noqa: F401  (registers their rows)
+from tcport.lowering import (  # noqa: F401  (importing them registers their rows)
+    bundled,
+    cpu,
+    hopper,
+    kv_write,
+    layers,
+    merge_states,
+    paged_attention,
+    quantise,
+)

@@ -16,7 +16,7 @@ from tcport.lowering.registry import Answer, register_lowering
 @register_lowering("tcport::silu_mul")
 def triton_silu_mul(spec: ForeignSpec, profile: DeviceProfile) -> Answer:
     """One read of both operands and one write."""
-    verdict = _triton(spec, profile)
+    verdict = triton_takes_row(spec, profile)
     return Candidate("triton_silu_mul", "tuned", _run_triton("silu_mul")) if verdict.ok else verdict
 
 
@@ -29,7 +29,7 @@ def torch_silu_mul(spec: ForeignSpec, profile: DeviceProfile) -> Answer:
 @register_lowering("tcport::add_rms_norm")
 def triton_add_rms_norm(spec: ForeignSpec, profile: DeviceProfile) -> Answer:
     """A row stays in registers between the sum and its norm."""
-    verdict = _triton(spec, profile)
+    verdict = triton_takes_row(spec, profile)
     return Candidate("triton_add_rms_norm", "tuned", _run_triton("add_rms_norm")) if verdict.ok else verdict
 
 
@@ -48,7 +48,8 @@ def _run_triton(name: str) -> Any:
     return run
 
 
-def _triton(spec: ForeignSpec, profile: DeviceProfile) -> Verdict:
+def triton_takes_row(spec: ForeignSpec, profile: DeviceProfile) -> Verdict:
+    """Whether a kernel that holds a row of the first operand in registers can be used."""
     if profile.vendor == "cpu":
         return Verdict.no("Triton has no CPU target")
     width = spec.args[0].shape[-1]

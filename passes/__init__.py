@@ -2,8 +2,10 @@
 
 from tcport.passes import (  # noqa: F401  (importing them registers the passes)
     fuse_add_rms_norm,
+    fuse_norm_quantise,
     fuse_rope_write,
     fuse_silu_mul,
+    fuse_silu_mul_quantise,
     merge_kv_write,
     select_tiles,
     write_in_place,

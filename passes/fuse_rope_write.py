@@ -211,6 +211,11 @@ def _fuse(
     graph.erase_node(write.node)
     sides = [side for pair in chains for side in pair if side is not None]
     inner = dict.fromkeys(node for side in sides for node in side.part.inner)
+    for side in sides:
+        operations, values = side.part.saving()
+        ctx.saved(operations, values)
+    gone = [side.part.bindings.root.meta["val"] for side in sides if side is not query]
+    ctx.saved(len(sides), gone)  # the last operation of each side goes as well: the fused one is the write there was
     ctx.note(f"{len(inner)} operations and a write became one{' with the norms' if norms else ''}")
     _erase([*inner, *(view for side in sides for view in side.views)])
     return None

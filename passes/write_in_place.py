@@ -50,6 +50,8 @@ def write_in_place(graph: torch.fx.Graph, ctx: PassContext) -> int:
         for index, reason in obstacles.items():
             if reason is not None:
                 ctx.leave(node, f"writes to a clone of {write.bases[index].name}, because {reason}")
+            else:
+                ctx.saved(1, [write.bases[index].meta["val"]])
         ctx.merged(node, _rewrite(graph, write, {i for i, reason in obstacles.items() if reason is not None}))
         rewritten += 1
     if rewritten:

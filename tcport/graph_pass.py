@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -42,6 +42,7 @@ class PassContext:
     profile: Callable[[torch.device], DeviceProfile]
     _merged: dict[torch.fx.Node, torch.fx.Node] = dataclasses.field(default_factory=dict, repr=False)
     _notes: list[str] = dataclasses.field(default_factory=list, repr=False)
+    _saved: list[tuple[int, Any]] = dataclasses.field(default_factory=list, repr=False)
 
     def merged(self, old: torch.fx.Node, new: torch.fx.Node) -> None:
         """Say that the effect of ``old``, which writes to its arguments, is now carried by ``new``.
@@ -58,6 +59,14 @@ class PassContext:
         """Say something else about this pass's work, such as what it saved."""
         self._notes.append(text)
 
+    def saved(self, operations: int, values: Iterable[torch.Tensor]) -> None:
+        """Say what a match saves against running the graph operation by operation; the report has the sum of a pass.
+
+        Args:
+            operations: how many fewer there are. values: those that are no longer stored and loaded again.
+        """
+        self._saved.append((operations, 2 * sum(value.numel() * value.element_size() for value in values)))
+
     def carrier(self, node: torch.fx.Node) -> torch.fx.Node:
         """The node that carries the effect of ``node`` now, by what :meth:`merged` was told."""
         seen = set()
@@ -71,6 +80,12 @@ class PassContext:
         notes = tuple(self._notes)
         self._notes.clear()
         return notes
+
+    def take_saved(self) -> tuple[int, Any]:
+        """Operations and bytes that were saved since this was last called; bytes may be an expression in sizes."""
+        saved = tuple(map(sum, zip(*self._saved, strict=True))) or (0, 0)
+        self._saved.clear()
+        return saved  # type: ignore[return-value]
 
 
 @dataclasses.dataclass(frozen=True)

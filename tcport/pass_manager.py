@@ -70,7 +70,7 @@ def _run_pass(graph: torch.fx.Graph, graph_pass: GraphPass, ctx: PassContext, du
             f"Mend the pass, or leave it out with options={{'disable_passes': [{name!r}]}}.",
         ) from error
     dump.write(graph, name, "after")
-    notes = ctx.take_notes()
+    notes, saved = ctx.take_notes(), ctx.take_saved()
     if isinstance(matches, bool) or not isinstance(matches, int) or matches < 0:
         raise PassResultError(
             f"Pass {name!r} returned {matches!r}.", "Return the number of matches, 0 if there were none."
@@ -88,7 +88,7 @@ def _run_pass(graph: torch.fx.Graph, graph_pass: GraphPass, ctx: PassContext, du
             raise PassConditionError(
                 f"Pass {name!r} does not ensure {_name(condition)}: {reason}.", "Mend the pass, or drop the condition."
             )
-    return PassReport(name, matches, stage, notes)
+    return PassReport(name, matches, stage, notes, saved[0], saved[1] if isinstance(saved[1], int) else str(saved[1]))
 
 
 def _name(condition: Callable[..., Any]) -> str:

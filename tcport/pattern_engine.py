@@ -14,7 +14,7 @@ from tcport._inductor_patterns import expressions, fresh_fake_mode, python_of, s
 from tcport.errors import PatternError
 from tcport.graph_pass import PassContext
 from tcport.pass_values import agree, facts, fake_mode
-from tcport.pattern import Bindings, Pattern, Wildcard, use_engine
+from tcport.pattern import FLOATING, Bindings, Pattern, Wildcard, use_engine
 from tcport.pattern_match import Found, insert, misfit, multiple, results, used_elsewhere, written_between
 
 
@@ -23,12 +23,15 @@ class InductorEngine:
 
     def rewrite(self, pattern: Pattern, graph: torch.fx.Graph, ctx: PassContext) -> int:
         count = 0
-        present = {v.dtype for n in graph.nodes if isinstance(v := n.meta.get("val"), torch.Tensor)}
+        present = _dtypes(graph)
         shapes = [s for dtype in pattern.dtypes() if dtype in present for s in _shapes(pattern, dtype)]
         for node in reversed(list(graph.nodes)):
             found = None if node._erased else _find(pattern, shapes, node)
             if isinstance(found, Found):
+                saving = found.saving()
                 found = _replace(pattern, found)
+                if found is True:
+                    ctx.saved(*saving)
             if isinstance(found, str):
                 ctx.leave(node, found)
             count += found is True
@@ -36,9 +39,12 @@ class InductorEngine:
 
     def find(self, pattern: Pattern, node: torch.fx.Node) -> Found | str | None:
         value = node.meta.get("val")
-        if not isinstance(value, torch.Tensor) or value.dtype not in pattern.dtypes():
+        if not isinstance(value, torch.Tensor):
             return None
-        return _find(pattern, _shapes(pattern, value.dtype), node)
+        dtypes = {value.dtype} if value.dtype in FLOATING else _dtypes(node.graph)
+        # 16 bits first: a cast to fp32 is then a part of the match, and not what a wildcard stands for.
+        shapes = [s for d in reversed(pattern.dtypes()) if d in dtypes for s in _shapes(pattern, d)]
+        return _find(pattern, shapes, node)
 
     def python(self, pattern: Pattern, dtype: torch.dtype) -> str:
         sections = []
@@ -169,6 +175,10 @@ def _replace(pattern: Pattern, found: Found) -> str | bool:
     tensors = [bindings.nodes[name] for name in names if isinstance(bindings.nodes[name], torch.fx.Node)]
     insert(gm, tensors, found, pattern.name)
     return True
+
+
+def _dtypes(graph: torch.fx.Graph) -> set[torch.dtype]:
+    return {v.dtype for n in graph.nodes if isinstance(v := n.meta.get("val"), torch.Tensor)}
 
 
 def _dtype(dtype: torch.dtype) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,21 @@ class Found:
     bindings: Bindings
     outputs: tuple[torch.fx.Node, ...]
     inner: tuple[torch.fx.Node, ...]
+
+    def saving(self, also: Sequence[torch.fx.Node] = ()) -> tuple[int, list[torch.Tensor]]:
+        """What one operator in the place of the match saves, as :meth:`tcport.graph_pass.PassContext.saved` takes it.
+
+        Args:
+            also: values outside the match that are no longer stored either.
+        """
+        computed = [node for node in self.inner if not passes_on(node) and node.target is not operator.getitem]
+        gone = dict.fromkeys((*(node for node in computed if node not in self.outputs), *also))
+        values = [node.meta.get("val") for node in gone]
+        return len(computed) - 1 + len(also), [value for value in values if isinstance(value, torch.Tensor)]
+
+    def erase(self) -> None:
+        """Erase the parts of the match that nothing uses any more, and the views between them."""
+        _erase_unused(self.inner)
 
 
 def misfit(pattern: Pattern, bindings: Bindings) -> str | None:
@@ -133,7 +149,7 @@ def insert(replacement: torch.fx.GraphModule, inputs: Sequence[torch.fx.Node], f
                 stand_ins[node] = graph.node_copy(node, stand_ins.__getitem__)
     for old, new in zip(found.outputs, results(replacement), strict=True):
         old.replace_all_uses_with(stand_ins[new], delete_user_cb=lambda user: user not in found.inner)
-    _erase_unused(found.inner)
+    found.erase()
 
 
 def _erase_unused(nodes: Sequence[torch.fx.Node]) -> None:
