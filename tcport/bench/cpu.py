@@ -19,8 +19,11 @@ from torch import Tensor
 
 from tcport import eager, ops  # noqa: F401  (eager binds the operators)
 from tcport.bench.flex import flex_decode
+from tcport.device import device_profile
 from tcport.errors import KernelBuildError
 from tcport.kernels import cpu_library
+from tcport.lowering.operators import PAGED_ATTENTION
+from tcport.lowering.registry import select
 
 HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 16
 READ = "read memory"
@@ -52,6 +55,7 @@ def decode(dtype: torch.dtype) -> None:
         runs[name] = kv_bytes(lens, dtype), lambda a=arguments: ops.paged_attention(*a)
         if name == "head-major":
             query, k, v, table, _ = arguments
+            runs["head-major, kernel alone"] = kv_bytes(lens, dtype), kernel_alone(*arguments)
             nbytes = kv_bytes(lens, dtype)
             runs["gather + SDPA"] = nbytes, lambda a=(query, k, v, table): gathered(*a)
             runs["FlexAttention, compiled"] = nbytes, flex_decode(*arguments)
@@ -63,6 +67,13 @@ def decode(dtype: torch.dtype) -> None:
     rates = {name: nbytes / times[name] / 1e9 for name, (nbytes, _) in runs.items()}
     rates[READ] = max(rates.pop(name) for name in plain)
     table_of(f"decode, {dtype}", {name: f"{rate:6.1f} GB/s" for name, rate in rates.items()}, rates, READ)
+
+
+def kernel_alone(*arguments: Tensor) -> Callable[[], object]:
+    """The C++ operator, chosen and called as compiled graphs do: nothing is checked, and no Python runs before it."""
+    call = PAGED_ATTENTION.call(*arguments)
+    choice = select("paged_attention", PAGED_ATTENTION.spec(call), device_profile("cpu"))
+    return lambda: choice.candidates[0].run(call, lambda kernel: kernel)
 
 
 def threads() -> None:
