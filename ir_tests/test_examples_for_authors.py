@@ -82,6 +82,22 @@ def test_a_lowering_that_disagrees_is_refused() -> None:
         tcport.register_lowering(OP, inputs=square)(never)
     with pytest.raises(LoweringRegistrationError, match="no operator 'example::missing'"):
         tcport.register_lowering("example::missing")(never)
+    for op, inputs, answer, said in [
+        (OP, square, None, "answered None. Return a Candidate of a tier among tuned"),
+        (OP, square, "no", "answered 'n'"),
+        (OP, square, Candidate("bad", "fast", lambda call, launch: call.args[0]), "answered Candidate"),  # type: ignore[arg-type]
+        (OP, square, Candidate("other", "torch", lambda call, launch: call.args[0]), "calls its kernel other"),
+        (OP, square, Candidate("bad", "torch", lambda call, launch: call.args[2]), "bad .*raised IndexError.*values"),
+        (OP, square, Candidate("bad", "torch", lambda call, launch: call.args[0].max().item()), "raised RuntimeError"),
+        (OP, square(), None, "has inputs of type list"),
+        ("squared_relu", None, None, "no operator 'tcport::squared_relu'"),
+        (OP + ".default", None, None, "no operator 'example::squared_relu.default'"),
+        (write_a_lowering.squared_relu, None, None, "Give a text, 'namespace::name'"),
+    ]:
+        with pytest.raises(LoweringRegistrationError, match=said):
+            tcport.register_lowering(op, name="bad", inputs=inputs)(lambda spec, profile, answer=answer: answer)  # type: ignore[arg-type]
+    with pytest.raises(LoweringRegistrationError, match="vendor 'NVIDIA'.*'nvidia'"):
+        tcport.register_lowering(OP, vendor="NVIDIA")
     assert [row.name for row in rows(OP)] == ["fused_squared_relu"]
     tcport.register_lowering(OP, name="wrong", inputs=lambda: [(torch.full((3,), -1.0), 2.0)])(wrong_numbers)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +16,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from tcport.device import DeviceProfile
 from tcport.errors import ArgumentError, OptionError, PassError, PassOrderError, PassRegistrationError
-from tcport.graph_pass import GraphPass, PassContext, register_pass, registered_pass, registered_passes
+from tcport.graph_pass import (
+    GraphPass,
+    PassContext,
+    register_pass,
+    registered_pass,
+    registered_passes,
+    unregister_pass,
+)
 from tcport.options import Options
 from tcport.pass_manager import active_passes, ordered, run_passes
 
@@ -83,6 +91,17 @@ def test_options_choose_and_leave_out_passes() -> None:
 def test_a_name_is_registered_once() -> None:
     with registered_pass(nothing, name="mine"), pytest.raises(PassRegistrationError, match="registered already"):
         register_pass(name="mine")(nothing)
+
+
+def test_a_name_may_be_given_by_place_and_must_be_given() -> None:
+    register_pass("mine")(nothing)
+    assert registered_passes()["mine"].run is nothing
+    unregister_pass("mine")
+    with pytest.raises(PassRegistrationError, match=r'@tcport.register_pass\("its_name"\)'):
+        register_pass(nothing)  # type: ignore[arg-type]
+    with pytest.raises(PassRegistrationError, match="'mine' is 3"):
+        register_pass("mine")(3)  # type: ignore[arg-type]
+    assert "mine" not in registered_passes()
 
 
 def test_matches_are_counted_even_when_there_are_none() -> None:
@@ -206,6 +225,23 @@ def test_dumps_are_numbered_readable_python(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("TCPORT_DUMP", str(files[0]))
     with pytest.raises(ArgumentError, match="TCPORT_DUMP"):
         run_passes(graph(), [make("a")], CONTEXT)
+
+
+def test_a_dump_shows_what_new_nodes_compute_and_what_was_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def doubles(graph: torch.fx.Graph, ctx: PassContext) -> int:
+        (output,) = graph.find_nodes(op="output")
+        with graph.inserting_before(output):
+            longer = graph.call_function(torch.ops.aten.repeat.default, (output.args[0], [2]))
+        output.args = (longer,)
+        return 1
+
+    monkeypatch.setenv("TCPORT_DUMP", str(tmp_path))
+    with pytest.raises(PassError, match="changed output 0"):
+        run_passes(capture(lambda x: x * 2, torch.ones(3)), [GraphPass("doubles", doubles)], CONTEXT)
+    (after,) = tmp_path.glob("*-doubles-after-*.py")
+    assert re.search(r'repeat.*: "f32\[6\]', after.read_text())
 
 
 def test_identity_does_not_hold_addresses() -> None:

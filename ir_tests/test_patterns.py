@@ -246,6 +246,44 @@ def test_patterns_that_are_none() -> None:
         matches(fewer, lambda x: x.neg().exp(), X)
 
 
+def test_arguments_of_the_wrong_kind() -> None:
+    for dims in ("a ... b", "... * d", "n-d", "2"):
+        with pytest.raises(PatternError, match="has the dimensions"):
+            tensor(dims)
+    with pytest.raises(PatternError, match="has the dtypes 'float32'"):
+        tensor("... d", "float32")  # type: ignore[arg-type]
+    with pytest.raises(PatternError, match="has x='... d', which is no wildcard"):
+        Pattern(torch_neg, torch_neg, x="... d")  # type: ignore[arg-type]
+    with pytest.raises(PatternError, match="replacement of the pattern torch_neg has the parameters y, .* has no y"):
+        Pattern(torch_neg, lambda y: y, x=tensor())
+    with pytest.raises(PatternError, match="has guards=.*Give a tuple"):
+        Pattern(torch_neg, torch_neg, guards=torch_neg, x=tensor())  # type: ignore[arg-type]
+    yes = Pattern(torch_neg, torch_neg, guards=(lambda match: True,), x=tensor())  # type: ignore[arg-type,return-value]
+    with pytest.raises(PatternError, match="guard <lambda> of the pattern torch_neg returned True. Return None"):
+        matches(yes, lambda x: x.neg() + 1, X)
+
+
+def torch_neg(x: Tensor) -> Tensor:
+    return torch.neg(x)
+
+
+@pytest.mark.parametrize("replacement", [torch.relu, aten.relu, aten.relu.default, torch.nn.functional.relu_])
+def test_an_operator_may_be_the_replacement(replacement: Any) -> None:
+    pattern = Pattern(lambda x: x.clamp(min=0.0), replacement, x=tensor())
+    assert matches(pattern, lambda x: x.clamp(min=0.0) + 1, X)[0].matches == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.bfloat16, torch.float64])
+def test_a_dtype_of_its_own_is_found_in_graphs_without_fp32(dtype: torch.dtype) -> None:
+    pattern = Pattern(lambda x: x.neg().abs(), torch.abs, x=tensor("... d", dtype))
+    x = torch.arange(6).view(2, 3).to(dtype)
+    assert matches(pattern, lambda x: x.neg().abs() + 1, x)[0].matches == 1
+    graph = capture(lambda x: x.neg().abs() + 1, x)
+    (node,) = graph.graph.find_nodes(op="call_function", target=aten.abs.default)
+    assert not isinstance(pattern.find(node), (str, type(None)))
+    assert matches(pattern, lambda x: x.neg().abs() + 1, x.float())[0].matches == 0
+
+
 def test_a_pattern_that_cannot_be_traced_says_so() -> None:
     pattern = Pattern(lambda x, y: x @ y, as_hypot_of, x=tensor("a b"), y=tensor("c d"))
     with pytest.raises(PatternError, match=r"cannot be traced on x\[6, 10\], y\[14, 18\]: RuntimeError"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor
 import tcport
 from tcport.device import DeviceProfile
 from tcport.device.catalog import catalogue_profile
-from tcport.errors import ArgumentError, PassMatchError
+from tcport.errors import ArgumentError, PassMatchError, PassOrderError
 from tcport.testing import (
     assert_equivalent,
     assert_graph,
@@ -98,7 +99,7 @@ def test_run_pass_counts_and_checks() -> None:
         "CHECK: %[[X:mul\\w*]] {{.*}}aten.mul\nCHECK: aten.relu.default](args = (%[[X]],)",
         "CHECK-NOT: aten.sub\nCHECK: aten.add\nCHECK-NOT: aten.mul",
         "CHECK-COUNT-3: call_function",
-        "a comment\n# CHECK: placeholder",
+        "a comment\ncheck the rest\n# CHECK: placeholder",
     ],
 )
 def test_assert_graph_accepts(checks: str) -> None:
@@ -120,8 +121,40 @@ def test_assert_graph_refuses_and_shows_the_graph(checks: str, said: str) -> Non
         AssertionError, match=f"{said}(.|\n)*-> .*(.|\n)*placeholder|{said}(.|\n)*placeholder(.|\n)*-> "
     ):
         assert_graph(capture(affine, torch.ones(3)), checks)
-    with pytest.raises(ValueError, match="no CHECK line"):
-        assert_graph(capture(affine, torch.ones(3)), "aten.mul")
+
+
+@pytest.mark.parametrize(
+    ("checks", "said"),
+    [
+        ("aten.mul", "no directive in the checks"),
+        ("CHECK: aten.mul\nCHECK_NOT: aten.relu", "'CHECK_NOT: aten.relu' is no check"),
+        ("CHECK: aten.mul\nCHECK-SAME: aten.relu", "'CHECK-SAME: aten.relu' is no check"),
+        ("CHECK: aten.mul\n  CHECK-NOT aten.relu", "'CHECK-NOT aten.relu' is no check"),
+        ("CHECK: aten.mul\n# check-not: aten.relu", "'# check-not: aten.relu' is no check"),
+        ("CHECKNOT: aten.relu", "'CHECKNOT: aten.relu' is no check"),
+    ],
+)
+def test_assert_graph_takes_no_misspelt_directive_for_a_comment(checks: str, said: str) -> None:
+    with pytest.raises(ArgumentError, match=f"{said}.*'CHECK-NOT:'"):
+        assert_graph(capture(affine, torch.ones(3)), checks)
+
+
+def test_a_function_is_no_graph() -> None:
+    for use in (lambda: assert_graph(affine, "CHECK: aten.mul"), lambda: run_pass("select_tiles", affine)):  # type: ignore[arg-type]
+        with pytest.raises(ArgumentError, match="a function was given. Take one from capture"):
+            use()
+
+
+def test_a_pass_that_is_not_there_is_told_from_one_that_matched_nothing() -> None:
+    with pytest.raises(PassMatchError, match="'mine' did not run; these did: .*select_tiles.*Import the module"):
+        assert_equivalent(affine, torch.ones(3), matches={"mine": 1})
+
+
+def test_errors_of_passes_reach_the_test_as_they_are() -> None:
+    with tcport.registered_pass(lambda graph, ctx: 0, name="mine", after=("missing",)):
+        for check in (capture, assert_equivalent, functools.partial(lower_on, catalogue_profile("h200"))):
+            with pytest.raises(PassOrderError, match="unknown pass 'missing'"):
+                check(affine, torch.ones(3))
 
 
 def test_assert_equivalent_tells_right_passes_from_wrong_ones() -> None:

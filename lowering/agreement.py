@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -10,10 +11,10 @@ from torch import Tensor
 
 from tcport.device import DeviceProfile, device_profile
 from tcport.device.catalog import catalogue, catalogue_profile
-from tcport.errors import LoweringRegistrationError
+from tcport.errors import LoweringRegistrationError, TcportError
 from tcport.lowering.candidate import Candidate, Verdict
 from tcport.lowering.foreign import ForeignCall, foreign_spec, overload_of
-from tcport.lowering.registry import Row
+from tcport.lowering.registry import Row, answers_of
 
 Samples = Callable[[], Iterable[tuple[Any, ...]]]
 """Makes sample arguments of an operator, one tuple a call."""
@@ -34,9 +35,17 @@ def check_results(row: Row, samples: Samples) -> None:
     for arguments in samples():
         call = ForeignCall.of(*map(_meta, arguments))
         expected = _facts(operator(*call.args))
-        for candidate in _candidates(row, call):
+        with _without_values(f"Lowering {row.name} of {row.op}", call):
+            candidates = list(_candidates(row, call))
+        for candidate in candidates:
             seen = True
-            actual = _facts(candidate.run(call, lambda kernel: _NotLaunched()))
+            if candidate.kernel != row.name:
+                raise LoweringRegistrationError(
+                    f"Lowering {row.name} of {row.op} calls its kernel {candidate.kernel}.",
+                    "Give both one name: it is what reports, options and tests call it.",
+                )
+            with _without_values(f"Kernel {candidate.kernel} of {row.op}", call):
+                actual = _facts(candidate.run(call, lambda kernel: _NotLaunched()))
             if actual != expected:
                 raise LoweringRegistrationError(
                     f"Kernel {candidate.kernel} of {row.op} returns {actual} for {_facts(call.args)}, and the operator "
@@ -66,9 +75,25 @@ def check_numbers(row: Row, samples: Samples, tolerance: tuple[float, float], de
         expected = overload_of(row.op)(*_copies(moved))
         for candidate in _answers(row, call, profile):
             actual = candidate.run(ForeignCall.of(*_copies(moved)), lambda kernel: kernel)
-            torch.testing.assert_close(actual, expected, rtol=tolerance[0], atol=tolerance[1])
+            what = f"Kernel {candidate.kernel} of {row.op} for {_facts(call.args)}"
+            torch.testing.assert_close(
+                actual, expected, rtol=tolerance[0], atol=tolerance[1], msg=lambda text, what=what: f"{what}: {text}"
+            )
             compared += 1
     return compared
+
+
+@contextlib.contextmanager
+def _without_values(what: str, call: ForeignCall) -> Iterator[None]:
+    try:
+        yield
+    except TcportError:
+        raise
+    except Exception as error:
+        raise LoweringRegistrationError(
+            f"{what} raised {type(error).__name__}: {str(error).rstrip('.')}, for {_facts(call.args)}.",
+            "It is run when it is registered, on tensors without values: define what it uses above it, and read none.",
+        ) from error
 
 
 def _candidates(row: Row, call: ForeignCall) -> Iterator[Candidate]:
@@ -79,9 +104,7 @@ def _candidates(row: Row, call: ForeignCall) -> Iterator[Candidate]:
 
 def _answers(row: Row, call: ForeignCall, profile: DeviceProfile) -> tuple[Candidate, ...]:
     answer = row.lower(foreign_spec(call), profile) if row.fits(profile).ok else Verdict(False)
-    if isinstance(answer, Verdict):
-        return ()
-    return (answer,) if isinstance(answer, Candidate) else tuple(answer)
+    return tuple(one for one in answers_of(row, answer) if isinstance(one, Candidate))
 
 
 def _meta(value: Any) -> Any:

@@ -57,16 +57,19 @@ def foreign_spec(call: ForeignCall) -> ForeignSpec:
 
 
 def overload_of(name: str) -> Any:
-    """The default overload of ``"namespace::name"``.
+    """The default overload of ``"namespace::name"``, or of ``"name"`` within ``tcport``.
 
     Raises:
         LoweringRegistrationError: there is no such operator.
     """
-    namespace, _, operator = name.partition("::")
+    if not isinstance(name, str):
+        raise LoweringRegistrationError(f"An operator is named {name!r}.", "Give a text, 'namespace::name'.")
+    namespace, operator = name.split("::", 1) if "::" in name else ("tcport", name)
     packet = getattr(getattr(torch.ops, namespace), operator, None)
     if packet is None or not hasattr(packet, "default"):
         raise LoweringRegistrationError(
-            f"There is no operator {name!r}.", "Define it with torch.library first, or import the module that does."
+            f"There is no operator '{namespace}::{operator}'.",
+            "Define it with torch.library first, or import the module that does.",
         )
     return packet.default
 

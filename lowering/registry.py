@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from tcport.device import DeviceProfile
-from tcport.errors import NoCandidateError, OptionError
+from tcport.errors import LoweringRegistrationError, NoCandidateError, OptionError
 from tcport.fingerprint import source_identity
 from tcport.lowering.candidate import TIERS, Candidate, Rejection, Selection, Verdict
 from tcport.probes import probe
@@ -72,6 +72,8 @@ def _identity(row: Row) -> str:
     return f"{where} {source_identity(row.lower)}"
 
 
+VENDORS = ("nvidia", "amd", "intel", "cpu")
+
 _ROWS: list[Row] = []
 _generation = 0
 
@@ -119,25 +121,31 @@ def register_lowering(
         LoweringRegistrationError: there is no such operator, or the lowering does not agree with it.
     """
 
+    if vendor not in (None, *VENDORS):
+        raise LoweringRegistrationError(
+            f"A lowering of {op} is for the vendor {vendor!r}.", f"Give one of {', '.join(map(repr, VENDORS))}."
+        )
+    if inputs is not None and not callable(inputs):
+        raise LoweringRegistrationError(
+            f"A lowering of {op} has inputs of type {type(inputs).__name__}.",
+            "Give a function that makes tuples of sample arguments.",
+        )
+
+    from tcport.lowering.agreement import check_results
+    from tcport.lowering.foreign import overload_of
+
+    overload_of(op)
+
     def register(lower: LowerFn) -> LowerFn:
         global _generation
         _generation += 1
         row = Row(op, name or lower.__name__, lower, vendor, arch, flags, priority, state, inputs, tolerance)
-        if "::" in op:
-            _check(row)
+        if "::" in op and row.inputs is not None:
+            check_results(row, row.inputs)
         _ROWS[:] = [r for r in _ROWS if r.place() != row.place()] + [row]
         return lower
 
     return register
-
-
-def _check(row: Row) -> None:
-    from tcport.lowering.agreement import check_results
-    from tcport.lowering.foreign import overload_of
-
-    overload_of(row.op)
-    if row.inputs is not None:
-        check_results(row, row.inputs)
 
 
 def unregister_lowering(op: str, name: str) -> None:
@@ -210,7 +218,7 @@ def select(op: str, spec: Any, profile: DeviceProfile, *, kernel: Kernels = None
         if isinstance(answer, Verdict):
             rejections.append(Rejection(name, answer.reason))
             continue
-        answers = (answer,) if isinstance(answer, Candidate) else tuple(answer)
+        answers = answers_of(row, answer)
         rejections += [answer for answer in answers if isinstance(answer, Rejection)]
         stamped = [dataclasses.replace(c, source=row.identity()) for c in answers if isinstance(c, Candidate)]
         candidates += [(TIERS.index(c.tier), -row.priority, c) for c in stamped]
@@ -221,6 +229,24 @@ def select(op: str, spec: Any, profile: DeviceProfile, *, kernel: Kernels = None
             f"No kernel takes this {op} node: {reasons}.", "Drop the option 'kernel', or change what it refuses."
         )
     return Selection(tuple(c for _, _, c in candidates), tuple(rejections))
+
+
+def answers_of(row: Row, answer: Answer) -> tuple[Candidate | Rejection, ...]:
+    """The candidates and rejections in an answer of a row; none in a verdict.
+
+    Raises:
+        LoweringRegistrationError: the answer is something else.
+    """
+    if isinstance(answer, Verdict):
+        return ()
+    given = (answer,) if isinstance(answer, Candidate) or not isinstance(answer, Iterable) else tuple(answer)
+    for one in given:
+        if not isinstance(one, (Candidate, Rejection)) or (isinstance(one, Candidate) and one.tier not in TIERS):
+            raise LoweringRegistrationError(
+                f"Lowering {row.name} of {row.op} answered {one!r}.",
+                f"Return a Candidate of a tier among {', '.join(TIERS)}, several of them, or Verdict.no(reason).",
+            )
+    return given
 
 
 def named(op: str, kernel: Kernels) -> tuple[str, ...]:

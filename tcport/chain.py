@@ -133,7 +133,7 @@ def step_down(
     )
     if strict:
         raise _error(cause)(
-            f"{failed} for {reason.node} failed ({cause}): {reason.error}: {reason.message}.",
+            f"{failed} for {reason.node} failed ({cause}): {reason.error}: {reason.message.rstrip('.')}.",
             "Drop the option 'strict' to go on with the next kernel.",
         ) from error
     for key in lost:

@@ -113,8 +113,8 @@ _PASSES: dict[str, GraphPass] = {}
 
 
 def register_pass(
-    *,
     name: str,
+    *,
     after: tuple[str, ...] = (),
     before: tuple[str, ...] = (),
     stage: Stage = "functional",
@@ -143,6 +143,11 @@ def register_pass(
     Raises:
         PassRegistrationError: the name is taken, the stage is unknown, or an argument is of the wrong kind.
     """
+    if not isinstance(name, str):
+        raise PassRegistrationError(
+            f"A pass is registered with the name {name!r}.",
+            'Write @tcport.register_pass("its_name") over the function.',
+        )
     if stage not in STAGES:
         raise PassRegistrationError(
             f"Pass {name!r} names the stage {stage!r}.", f"Give one of {', '.join(map(repr, STAGES))}."
@@ -160,6 +165,8 @@ def register_pass(
             )
 
     def register(run: PassFn) -> PassFn:
+        if not callable(run):
+            raise PassRegistrationError(f"Pass {name!r} is {run!r}.", "Give a function of a graph and a context.")
         if name in _PASSES:
             raise PassRegistrationError(
                 f"A pass named {name!r} is registered already.",

@@ -69,13 +69,15 @@ def _run_pass(graph: torch.fx.Graph, graph_pass: GraphPass, ctx: PassContext, du
             f"Pass {name!r} raised {type(error).__name__}: {str(error).rstrip('.')}.",
             f"Mend the pass, or leave it out with options={{'disable_passes': [{name!r}]}}.",
         ) from error
-    dump.write(graph, name, "after")
     notes, saved = ctx.take_notes(), ctx.take_saved()
-    if isinstance(matches, bool) or not isinstance(matches, int) or matches < 0:
-        raise PassResultError(
-            f"Pass {name!r} returned {matches!r}.", "Return the number of matches, 0 if there were none."
-        )
-    check_after(graph, before, name, ctx, matches, stage)
+    try:
+        if isinstance(matches, bool) or not isinstance(matches, int) or matches < 0:
+            raise PassResultError(
+                f"Pass {name!r} returned {matches!r}.", "Return the number of matches, 0 if there were none."
+            )
+        check_after(graph, before, name, ctx, matches, stage)
+    finally:
+        dump.write(graph, name, "after")  # with the values that the check derived, and when it refuses the graph too
     if graph_pass.must_match and matches == 0:
         why = f" It left: {'; '.join(notes)}." if notes else ""
         raise PassMatchError(

@@ -25,8 +25,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -35,6 +36,7 @@ import torch.fx
 from tcport.errors import PatternError
 from tcport.graph_pass import PassContext
 
+_DIM = re.compile(r"\d*[A-Za-z_]\w*")
 FLOATING = (torch.float32, torch.float16, torch.bfloat16)
 
 Function = Callable[..., Any]
@@ -68,9 +70,20 @@ def tensor(dims: str = "...", dtypes: torch.dtype | Sequence[torch.dtype] | None
             ``...`` stands for any number of dimensions, the same ones wherever it is written; a leading ``*`` for any
             that broadcast. ``2d`` is twice the size called ``d``.
         dtypes: the dtypes it may have. None: fp32, fp16 or bf16, the same one for every such wildcard of a pattern.
+
+    Raises:
+        PatternError: the dimensions or the dtypes are not written so.
     """
     given = (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes or ())
-    return Wildcard(tuple(dims.split()), given)
+    if not all(isinstance(dtype, torch.dtype) for dtype in given):
+        raise PatternError(f"A wildcard has the dtypes {dtypes!r}.", "Give torch.dtype's, such as torch.float32.")
+    names = tuple(dims.split())
+    if not all(_DIM.fullmatch(dim) for dim in names[names[:1] in (("...",), ("*",)) :]):
+        raise PatternError(
+            f"A wildcard has the dimensions {dims!r}.",
+            "Give names, behind '...' or '*' if need be: 'tokens heads d', '... d', '... 2d'.",
+        )
+    return Wildcard(names, given)
 
 
 def number() -> Wildcard:
@@ -114,18 +127,28 @@ def use_engine(engine: Engine) -> None:
     _engines[:] = [engine]
 
 
+def _parameters(function: Function) -> tuple[str, ...] | None:
+    """The names of a function's parameters; None: it does not say, as operators and builtins do not."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:
+        return None
+    return None if any(p.kind is p.VAR_POSITIONAL for p in parameters.values()) else tuple(parameters)
+
+
 class Pattern:
     """What to look for, and what to put in its place.
 
     Args:
         search: a function of the wildcards, in torch or aten operations, that returns a tensor, or a tuple of tensors
             the last of which is computed from the others. Several functions are several spellings of one thing.
-        replace: a function of the same parameters and results.
+        replace: a function of these parameters, or of some of them, by name, with the same results; an operator or a
+            builtin is given all of them in the order in which the first spelling has them.
         guards: further conditions on a match; see :data:`Guard`.
         **wildcards: a :class:`Wildcard` for each parameter.
 
     Raises:
-        PatternError: a parameter has no wildcard, or a wildcard no parameter.
+        PatternError: a parameter has no wildcard, or a wildcard no parameter; or an argument is of the wrong kind.
     """
 
     def __init__(
@@ -138,18 +161,34 @@ class Pattern:
     ) -> None:
         self.spellings: tuple[Function, ...] = (search,) if callable(search) else tuple(search)
         self.replace = replace
+        if callable(guards) or not all(map(callable, guards)):
+            raise PatternError(f"The pattern {self.name} has guards={guards!r}.", "Give a tuple of functions.")
+        if strange := [name for name, wildcard in wildcards.items() if not isinstance(wildcard, Wildcard)]:
+            raise PatternError(
+                f"The pattern {self.name} has {strange[0]}={wildcards[strange[0]]!r}, which is no wildcard.",
+                "Give tensor('... d') or number(), of tcport.pattern.",
+            )
         self.guards = tuple(guards)
         self.wildcards = wildcards
+        self.order = _parameters(replace)
         self.traced: dict[Any, Any] = {}  # the engine's, by dtype
         self.retraced: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by a compile's fake mode
         for function in self.spellings:
-            parameters = list(inspect.signature(function).parameters)
-            if set(parameters) != set(wildcards):
+            parameters = _parameters(function)
+            if parameters is None or set(parameters) != set(wildcards):
                 raise PatternError(
-                    f"The pattern {function.__name__} has the parameters {', '.join(parameters)}, and wildcards are "
-                    f"given for {', '.join(wildcards) or 'none'}.",
+                    f"The pattern {function.__name__} has the parameters {', '.join(parameters or ('?',))}, and "
+                    f"wildcards are given for {', '.join(wildcards) or 'none'}.",
                     "Give each parameter one wildcard, such as x=tensor('... d').",
                 )
+            if self.order is None:
+                self.order = parameters
+        if unknown := set(self.order or ()) - set(wildcards):
+            raise PatternError(
+                f"The replacement of the pattern {self.name} has the parameters {', '.join(self.order or ())}, and the "
+                f"pattern has no {' and no '.join(sorted(unknown))}.",
+                "Name the parameters of the replacement as those of the pattern.",
+            )
 
     @property
     def name(self) -> str:
@@ -171,10 +210,13 @@ class Pattern:
         """The pattern as readable Python, one section a spelling, as traced with tensors of a dtype."""
         return self._engine().python(self, dtype)
 
-    def dtypes(self) -> tuple[torch.dtype, ...]:
-        """The dtypes that wildcards without dtypes of their own may share."""
+    def dtypes(self, present: Collection[torch.dtype]) -> tuple[torch.dtype, ...]:
+        """The dtypes to trace it with, for values of the dtypes that are present.
+
+        Those that wildcards without dtypes of their own may share; where there are none, any one stands for all.
+        """
         free = any(w.dims is not None and not w.dtypes for w in self.wildcards.values())
-        return FLOATING if free else FLOATING[:1]
+        return tuple(dtype for dtype in FLOATING if dtype in present) if free else FLOATING[:1]
 
     def _engine(self) -> Engine:
         if not _engines:

@@ -24,7 +24,7 @@ class InductorEngine:
     def rewrite(self, pattern: Pattern, graph: torch.fx.Graph, ctx: PassContext) -> int:
         count = 0
         present = _dtypes(graph)
-        shapes = [s for dtype in pattern.dtypes() if dtype in present for s in _shapes(pattern, dtype)]
+        shapes = [s for dtype in pattern.dtypes(present) for s in _shapes(pattern, dtype)]
         for node in reversed(list(graph.nodes)):
             found = None if node._erased else _find(pattern, shapes, node)
             if isinstance(found, Found):
@@ -43,7 +43,7 @@ class InductorEngine:
             return None
         dtypes = {value.dtype} if value.dtype in FLOATING else _dtypes(node.graph)
         # 16 bits first: a cast to fp32 is then a part of the match, and not what a wildcard stands for.
-        shapes = [s for d in reversed(pattern.dtypes()) if d in dtypes for s in _shapes(pattern, d)]
+        shapes = [s for d in reversed(pattern.dtypes(dtypes)) for s in _shapes(pattern, d)]
         return _find(pattern, shapes, node)
 
     def python(self, pattern: Pattern, dtype: torch.dtype) -> str:
@@ -138,8 +138,14 @@ def _checked(pattern: Pattern, shape: _Shape, bound: dict[str, Any], root: torch
         if (reason := check(found)) is not None:
             return reason
     for guard in pattern.guards:
-        if (reason := guard(bindings)) is not None:
-            return reason
+        if (reason := guard(bindings)) is None:
+            continue
+        if not isinstance(reason, str):
+            raise PatternError(
+                f"The guard {getattr(guard, '__name__', guard)} of the pattern {pattern.name} returned {reason!r}.",
+                "Return None where the match is taken, and the reason, a text, where it is not.",
+            )
+        return reason
     return found
 
 
@@ -159,7 +165,7 @@ def _retraced(pattern: Pattern, shape: _Shape, bindings: Bindings) -> tuple[Any,
 def _replace(pattern: Pattern, found: Found) -> str | bool:
     """Put the replacement in the place of a match: True, or the reason why it does not fit there."""
     bindings, graph = found.bindings, found.bindings.root.graph
-    names = tuple(inspect.signature(pattern.replace).parameters) or tuple(pattern.wildcards)
+    names = pattern.order or ()
     with fake_mode(graph):
         gm = trace(pattern.replace, [bindings[name] for name in names], sizes_as_constants=False)
     new = results(gm)

@@ -35,10 +35,14 @@ def catalogue_profile(name: str) -> DeviceProfile:
     data = _data()
     names = {_plain(listed): listed for listed in data["devices"]}
     if key not in names:
-        close = difflib.get_close_matches(key, names, n=3) or sorted(names)
-        raise ArgumentError(
-            f"The catalogue has no device {name!r}.", f"Did you mean {', '.join(names.get(c, c) for c in close)}?"
+        close = difflib.get_close_matches(key, names, n=3)
+        hint = (
+            f"Did you mean {' or '.join(names[c] for c in close)}?"
+            if close
+            else f"It has {', '.join(data['devices'])}."
         )
+        here = " tcport.device_profile('cpu') has this machine's CPU." if key == "cpu" else ""
+        raise ArgumentError(f"The catalogue has no device {name!r}.", hint + here)
     device = data["devices"][names[key]]
     identity = {fact: device[fact] for fact in ("arch", "name", "integrated")}
     reports = [Report("catalogue", identity)]

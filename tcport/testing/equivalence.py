@@ -63,10 +63,18 @@ def assert_equivalent(
         compare(*args)
     for name, count in (matches or {}).items():
         found = next((p for p in report.passes if p.name == name), None)
-        if found is None or found.matches != count:
-            what = "did not run" if found is None else f"matched {found.matches} times, not {count}"
-            left = f" It left: {'; '.join(found.notes)}." if found is not None and found.notes else ""
-            raise PassMatchError(f"Pass {name!r} {what}.{left}", "Capture the graph and compare it with the pattern.")
+        if found is None:
+            ran = ", ".join(dict.fromkeys(p.name for p in report.passes)) or "none"
+            raise PassMatchError(
+                f"Pass {name!r} did not run; these did: {ran}.",
+                "Import the module that registers it, and see that the options do not leave it out.",
+            )
+        if found.matches != count:
+            left = f" It left: {'; '.join(found.notes)}." if found.notes else ""
+            raise PassMatchError(
+                f"Pass {name!r} matched {found.matches} times, not {count}.{left}",
+                "Capture the graph and compare it with what the pass looks for.",
+            )
     return report
 
 

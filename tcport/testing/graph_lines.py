@@ -7,7 +7,11 @@ from typing import NoReturn
 
 import torch.fx
 
+from tcport.errors import ArgumentError
+
 _DIRECTIVE = re.compile(r"^\s*(?:#|//)?\s*CHECK(-NEXT|-NOT|-COUNT-(\d+))?:\s?(.*?)\s*$")
+_MISSPELT = re.compile(r"^\s*(?:#|//)?\s*(?:CHECK|(?i:check)[-_:])")
+_DIRECTIVES = "Begin lines with 'CHECK:', 'CHECK-NEXT:', 'CHECK-NOT:' or 'CHECK-COUNT-<n>:'."
 
 
 def assert_graph(graph: torch.fx.GraphModule | torch.fx.Graph, checks: str) -> None:
@@ -23,17 +27,16 @@ def assert_graph(graph: torch.fx.GraphModule | torch.fx.Graph, checks: str) -> N
 
     Args:
         graph: each of its nodes is a line, as ``torch.fx.Node.format_node`` prints it.
-        checks: the text; lines without a directive are comments.
+        checks: the text; lines that do not begin with ``CHECK`` or ``check-`` are comments.
 
     Raises:
         AssertionError: names the check that fails and shows the graph, with a mark where the search began.
-        ValueError: there is no directive in ``checks``.
+        ArgumentError: ``graph`` is none, a directive is misspelt, or there is none in ``checks``.
     """
-    graph = graph.graph if isinstance(graph, torch.fx.GraphModule) else graph
-    lines = [line for node in graph.nodes if (line := node.format_node()) is not None]
-    directives = [match for line in checks.splitlines() if (match := _DIRECTIVE.match(line))]
+    lines = [line for node in graph_of(graph).nodes if (line := node.format_node()) is not None]
+    directives = [match for line in checks.splitlines() if (match := _directive(line))]
     if not directives:
-        raise ValueError("there is no CHECK line in the checks")
+        raise ArgumentError("There is no directive in the checks.", _DIRECTIVES)
     at, bound, forbidden = 0, {}, []
     for directive in directives:
         kind, count, pattern = directive.groups()
@@ -49,6 +52,29 @@ def assert_graph(graph: torch.fx.GraphModule | torch.fx.Graph, checks: str) -> N
             bound.update(_search(pattern, lines[at + found], bound).groupdict())  # type: ignore[union-attr]
             at, forbidden = at + found + 1, []
     _check_absent(forbidden, lines, at, len(lines), bound)
+
+
+def graph_of(graph: torch.fx.GraphModule | torch.fx.Graph) -> torch.fx.Graph:
+    """The graph of a module, or the graph itself.
+
+    Raises:
+        ArgumentError: it is neither.
+    """
+    if isinstance(graph, torch.fx.GraphModule):
+        return graph.graph
+    if not isinstance(graph, torch.fx.Graph):
+        raise ArgumentError(
+            f"A graph is wanted, and a {type(graph).__name__} was given.", "Take one from capture(fn, *args)."
+        )
+    return graph
+
+
+def _directive(line: str) -> re.Match[str] | None:
+    directive = _DIRECTIVE.match(line)
+    # A misspelt CHECK-NOT that passed for a comment would be a test that cannot fail.
+    if directive is None and _MISSPELT.match(line):
+        raise ArgumentError(f"The line {line.strip()!r} is no check.", _DIRECTIVES)
+    return directive
 
 
 def _check_absent(patterns: list[str], lines: list[str], start: int, stop: int, bound: dict[str, str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,11 +14,12 @@ from tcport import _inductor, passes  # noqa: F401  (passes registers tcport's o
 from tcport.adapter import adapt
 from tcport.attempt import run_stage
 from tcport.device import DeviceProfile, device_profile
-from tcport.errors import ArgumentError, PassMatchError
+from tcport.errors import ArgumentError, PassMatchError, TcportError
 from tcport.graph_pass import STAGES, GraphPass, PassContext, PassFn, Stage, registered_passes
 from tcport.options import parse_options
 from tcport.pass_manager import run_passes
 from tcport.report import GraphReport, PassReport
+from tcport.testing.graph_lines import graph_of
 
 
 class _Captured(BaseException):
@@ -72,7 +74,9 @@ def capture(
 
     torch.compiler.reset()
     try:
-        torch.compile(_inductor.original(fn), backend=backend, fullgraph=True, dynamic=dynamic)(*args, **kwargs)
+        torch.compile(_inductor.original(fn), backend=_as_raised(backend), fullgraph=True, dynamic=dynamic)(
+            *args, **kwargs
+        )
     except _Captured:
         pass
     finally:
@@ -113,7 +117,20 @@ def interpreted(
         adapt(gm)
         return _inductor.interpret_graph(gm, example_inputs, rewrite)
 
-    return torch.compile(_inductor.original(fn), backend=backend, dynamic=dynamic)
+    return torch.compile(_inductor.original(fn), backend=_as_raised(backend), dynamic=dynamic)
+
+
+def _as_raised(backend: Callable[..., Any]) -> Callable[..., Any]:
+    """A backend whose tcport errors reach the caller as they are, as those of ``backend="tcport"`` do."""
+
+    @functools.wraps(backend)
+    def compile_graph(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        try:
+            return backend(gm, example_inputs)
+        except TcportError as error:
+            raise _inductor.unwrapped(error) from error.__cause__
+
+    return compile_graph
 
 
 def run_pass(
@@ -136,7 +153,7 @@ def run_pass(
         profile: the device that the pass is told of; None: the one the tensors lie on.
 
     Raises:
-        ArgumentError: no pass has that name.
+        ArgumentError: no pass has that name, or ``graph`` is none.
         PassMatchError: another number of matches than ``matches``; the text says what the pass left, and why.
         PassError: see :func:`tcport.pass_manager.run_passes`.
     """
@@ -154,7 +171,7 @@ def run_pass(
     module = graph if isinstance(graph, torch.fx.GraphModule) else None
     facts = device_profile if profile is None else lambda device: profile
     context = PassContext(parse_options(None, options, _inductor.config_names), facts)
-    report = run_passes(graph.graph if isinstance(graph, torch.fx.GraphModule) else graph, [chosen], context)[0]
+    report = run_passes(graph_of(graph), [chosen], context)[0]
     if module is not None:
         module.recompile()
     if matches is not None and report.matches != matches:
