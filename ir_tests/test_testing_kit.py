@@ -139,6 +139,14 @@ def test_assert_graph_takes_no_misspelt_directive_for_a_comment(checks: str, sai
         assert_graph(capture(affine, torch.ones(3)), checks)
 
 
+def test_assert_graph_names_a_pattern_that_cannot_be_read() -> None:
+    with pytest.raises(ArgumentError, match=r"'aten.\{\{\(\}\}' holds no regular expression"):
+        assert_graph(capture(affine, torch.ones(3)), "CHECK: aten.{{(}}")
+    with pytest.raises(ArgumentError, match=r"names \[\[X\]\], which no check before it binds"):
+        assert_graph(capture(affine, torch.ones(3)), "CHECK-NOT: aten.[[X]]")
+    assert_graph(capture(affine, torch.ones(3)), "CHECK: %[[X:mul\\w*]] :\nCHECK-NEXT: relu.default](args = (%[[X]],)")
+
+
 def test_a_function_is_no_graph() -> None:
     for use in (lambda: assert_graph(affine, "CHECK: aten.mul"), lambda: run_pass("select_tiles", affine)):  # type: ignore[arg-type]
         with pytest.raises(ArgumentError, match="a function was given. Take one from capture"):

@@ -31,12 +31,12 @@ def check_results(row: Row, samples: Samples) -> None:
             is for gave a candidate.
     """
     operator = overload_of(row.op)
-    seen = False
+    seen, reasons = False, {}
     for arguments in samples():
         call = ForeignCall.of(*map(_meta, arguments))
         expected = _facts(operator(*call.args))
         with _without_values(f"Lowering {row.name} of {row.op}", call):
-            candidates = list(_candidates(row, call))
+            candidates = list(_candidates(row, call, reasons))
         for candidate in candidates:
             seen = True
             if candidate.kernel != row.name:
@@ -54,7 +54,8 @@ def check_results(row: Row, samples: Samples) -> None:
                 )
     if not seen:
         raise LoweringRegistrationError(
-            f"Lowering {row.name} of {row.op} has no candidate for its own sample inputs on any device it is for.",
+            f"Lowering {row.name} of {row.op} has no candidate for its own sample inputs on any device it is for"
+            f"{': ' if reasons else ''}{'; '.join(reasons)}.",
             "Give inputs that it takes, or the vendor and architecture it is for.",
         )
 
@@ -96,14 +97,19 @@ def _without_values(what: str, call: ForeignCall) -> Iterator[None]:
         ) from error
 
 
-def _candidates(row: Row, call: ForeignCall) -> Iterator[Candidate]:
+def _candidates(row: Row, call: ForeignCall, reasons: dict[str, None]) -> Iterator[Candidate]:
     for profile in (device_profile(torch.device("cpu")), *map(catalogue_profile, catalogue())):
         if row.fits(profile).ok:
-            yield from _answers(row, call, profile)
+            yield from _answers(row, call, profile, reasons)
 
 
-def _answers(row: Row, call: ForeignCall, profile: DeviceProfile) -> tuple[Candidate, ...]:
+def _answers(
+    row: Row, call: ForeignCall, profile: DeviceProfile, reasons: dict[str, None] | None = None
+) -> tuple[Candidate, ...]:
+    """The candidates for a call; why there are none is added to ``reasons``, each once."""
     answer = row.lower(foreign_spec(call), profile) if row.fits(profile).ok else Verdict(False)
+    if reasons is not None and isinstance(answer, Verdict):
+        reasons[answer.reason] = None
     return tuple(one for one in answers_of(row, answer) if isinstance(one, Candidate))
 
 

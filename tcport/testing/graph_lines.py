@@ -31,7 +31,7 @@ def assert_graph(graph: torch.fx.GraphModule | torch.fx.Graph, checks: str) -> N
 
     Raises:
         AssertionError: names the check that fails and shows the graph, with a mark where the search began.
-        ArgumentError: ``graph`` is none, a directive is misspelt, or there is none in ``checks``.
+        ArgumentError: ``graph`` is none, a directive is misspelt or holds no regular expression, or there is none.
     """
     lines = [line for node in graph_of(graph).nodes if (line := node.format_node()) is not None]
     directives = [match for line in checks.splitlines() if (match := _directive(line))]
@@ -92,10 +92,19 @@ def _search(pattern: str, line: str, bound: dict[str, str]) -> re.Match[str] | N
             text += f"(?:{part[2:-2]})"
         elif part.startswith("[["):
             name, _, expression = part[2:-2].partition(":")
-            text += f"(?P<{name}>{expression})" if expression else re.escape(bound.get(name, f"[[{name}]]"))
+            if not expression and name not in bound:
+                raise ArgumentError(
+                    f"{pattern!r} names {part}, which no check before it binds.", f"Bind it: [[{name}:regex]]."
+                )
+            text += f"(?P<{name}>{expression})" if expression else re.escape(bound[name])
         else:
             text += r"\s+".join(map(re.escape, re.split(r"\s+", part)))
-    return re.search(text, line)
+    try:
+        return re.search(text, line)
+    except re.error as error:
+        raise ArgumentError(
+            f"{pattern!r} holds no regular expression: {error}.", "Mend what stands in {{...}}."
+        ) from error
 
 
 def _fail(check: str, what: str, lines: list[str], at: int) -> NoReturn:
