@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import random
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -16,12 +17,23 @@ from torch import Tensor
 import tcport
 from tcport import history, logs, quarantine
 from tcport.device import DeviceProfile, device_profile, override_profile
-from tcport.errors import KernelBuildError, KernelLaunchError, OutOfResourcesError, SelfTestError, ShapeError
+from tcport.errors import (
+    KernelBuildError,
+    KernelLaunchError,
+    NoCandidateError,
+    OutOfResourcesError,
+    SelfTestError,
+    ShapeError,
+)
 from tcport.failures import cause_of
 from tcport.ir import BATCH
-from tcport.kernels import reference
-from tcport.lowering.candidate import Candidate
+from tcport.kernels import decomposition, reference
+from tcport.kernels.call import AttentionCall
+from tcport.lowering.candidate import Candidate, Verdict
 from tcport.lowering.operators import PAGED_ATTENTION, choose
+from tcport.lowering.registry import register_lowering, unregister_lowering
+
+CPU = device_profile(torch.device("cpu"))
 
 
 @pytest.fixture(autouse=True)
@@ -165,6 +177,98 @@ def test_strict_and_forced() -> None:
             with pytest.raises(OutOfResourcesError, match="No kernel is left for paged_attention .* Needs 300000"):
                 tcport.chain.run(PAGED_ATTENTION, call, kernel="faulty")
         assert kernel.calls == list(TILES)
+
+
+def test_a_kernel_that_stands_aside_has_not_failed() -> None:
+    """It is asked at each call; a forced one that is not for the call is an error with its reason."""
+    large = problem(size=5)
+
+    def small_only(spec: object, profile: object) -> Candidate:
+        def aside(call: AttentionCall) -> str | None:
+            return "more than 3 sequences" if call.query.shape[0] > 3 else None
+
+        return Candidate("small_only", "tuned", lambda call, launch: counted(call), aside=aside)
+
+    seen: list[int] = []
+
+    def counted(call: AttentionCall) -> tuple[Tensor, Tensor]:
+        seen.append(call.query.shape[0])
+        return decomposition.paged_attention(call)
+
+    steps = history.fallbacks()
+    register_lowering("paged_attention", name="small_only", priority=9)(small_only)
+    try:
+        for args in (problem(), large, problem()):
+            check(args)
+        assert seen == [3, 3]
+        with pytest.raises(NoCandidateError, match="small_only .* more than 3 sequences"):
+            tcport.chain.run(PAGED_ATTENTION, PAGED_ATTENTION.call(*large), kernel="small_only")
+    finally:
+        unregister_lowering("paged_attention", "small_only")
+    assert history.fallbacks() == steps
+
+
+NONSENSE = {
+    "it raises": (lambda spec, profile: 1 // 0, "its lowering failed: ZeroDivisionError"),
+    "it raises late": (lambda spec, profile: (1 // 0 for _ in "a"), "its lowering failed: ZeroDivisionError"),
+    "nothing": (lambda spec, profile: None, "Lowering mine of paged_attention answered None. Return a Candidate"),
+    "words": (lambda spec, profile: "no", "answered 'n'"),
+    "an empty list": (lambda spec, profile: [], "it gave no candidate and no reason"),
+    "a refusal without a reason": (lambda spec, profile: Verdict(False), "it gives no reason"),
+    "a yes without a kernel": (lambda spec, profile: Verdict(True), "it gives no reason"),
+    "an unknown tier": (lambda spec, profile: Candidate("mine", "gold", print), "a Candidate of a tier among tuned"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("answer", NONSENSE)
+def test_a_row_whose_lowering_is_broken_costs_its_own_kernel(answer: str, caplog: pytest.LogCaptureFixture) -> None:
+    lower, reason = NONSENSE[answer]
+    register_lowering("paged_attention", name="mine", priority=9)(lower)  # type: ignore[arg-type]
+    try:
+        for _ in range(3):
+            check(problem())
+        (said,) = {
+            r.reason
+            for args in (problem(), problem(5))
+            for r in choose(PAGED_ATTENTION, PAGED_ATTENTION.call(*args), CPU).selection.rejections
+            if r.kernel == "mine"
+        }
+        assert reason in said
+        with pytest.raises(NoCandidateError, match=re.escape(reason)):
+            tcport.chain.run(PAGED_ATTENTION, PAGED_ATTENTION.call(*problem()), kernel="mine")
+    finally:
+        unregister_lowering("paged_attention", "mine")
+    assert len([r for r in caplog.records if "mine of paged_attention" in r.message]) <= 1
+
+
+WRONG_RESULTS = {
+    "other sizes": (lambda out, lse: (out[:1], lse), "float32[1, 4, 16] and float32[0]"),
+    "another dtype": (lambda out, lse: (out.double(), lse), "float64[3, 4, 16] and float32[0]"),
+    "one result": (lambda out, lse: out, "returned float32[3, 4, 16], where"),
+    "nothing": (lambda out, lse: None, "returned no tensors"),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("what", WRONG_RESULTS)
+def test_a_kernel_whose_results_are_not_the_operator_s_is_left(what: str, compiled: bool) -> None:
+    spoil, said = WRONG_RESULTS[what]
+
+    def mine(spec: object, profile: object) -> Candidate:
+        return Candidate("mine", "tuned", lambda call, launch: spoil(*decomposition.paged_attention(call)))
+
+    torch.compiler.reset()
+    attend = torch.compile(tcport.paged_attention, backend="tcport") if compiled else tcport.paged_attention
+    want, _ = reference.paged_attention(*problem())
+    register_lowering("paged_attention", name="mine", priority=9)(mine)
+    try:
+        for _ in range(2):
+            torch.testing.assert_close(attend(*problem()), want, rtol=1e-5, atol=1e-5)
+    finally:
+        unregister_lowering("paged_attention", "mine")
+    step = history.fallbacks()[-1]
+    assert (step.kernel, step.cause) == ("mine [tuned]", "build")
+    assert said in step.message
 
 
 def test_500_steps_with_failures_at_random() -> None:

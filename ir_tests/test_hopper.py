@@ -15,9 +15,11 @@ from paged_cases import Case, build
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from tcport import chain, history, quarantine
 from tcport.device import DeviceProfile, catalogue_profile
-from tcport.errors import NoTileError
+from tcport.errors import KernelBuildError, NoTileError
 from tcport.ir import AttentionSpec, KVLayout, TileConfig
+from tcport.kernels import reference, triton_prefill
 from tcport.kernels.call import AttentionCall
 from tcport.kernels.hopper_prefill import Matrix, box_keys, misfit
 from tcport.lowering import hopper
@@ -40,8 +42,8 @@ def spec(dim: int = 128, page: int = 16, **changes: Any) -> AttentionSpec:
 
 def refusal(spec: AttentionSpec) -> str:
     """Why the kernel does not take a call on an H200; "" when it does."""
-    chain = select("paged_attention", spec, H200)
-    return next((r.reason for r in chain.rejections if r.kernel == "hopper_prefill"), "")
+    chosen = select("paged_attention", spec, H200)
+    return next((r.reason for r in chosen.rejections if r.kernel == "hopper_prefill"), "")
 
 
 def test_it_goes_before_the_plain_kernel_on_hopper_and_is_there_on_no_other_device() -> None:
@@ -67,6 +69,7 @@ def test_it_goes_before_the_plain_kernel_on_hopper_and_is_there_on_no_other_devi
         ({"batch_invariant": True}, "has no batch_invariant"),
         ({"num_splits": 3}, "has no num_splits"),
         ({"k_layout": KVLayout(16, 16 * 1024, 1024, 128, 2)}, "K: TMA copies dims that lie together"),
+        ({"k_layout": KVLayout(16, 16 * 64, 64, 1024, 1)}, "K: tokens 64 apart overlap, of 128 dims each"),
         ({"v_layout": KVLayout(16, 16 * 1028, 1028, 128, 1)}, "V: a token stride of 2056 bytes"),
         ({"v_layout": KVLayout(16, 16 * 1024 + 8, 1024, 128, 1)}, "V: a page stride of 16392"),
         ({"v_layout": KVLayout(16, 16 * 1024, 1024, 1000, 1)}, "V: heads 1000 apart"),
@@ -182,18 +185,53 @@ def call(lens: tuple[int, ...], q_lens: tuple[int, ...], **changes: Any) -> Atte
 
 
 @pytest.mark.parametrize(
-    ("lens", "q_lens", "suits"),
+    ("tokens", "seqs", "why"),
     [
-        ((600,), (600,), True),
-        ((600,), (159,), False),  # 4 blocks of 128 rows for each of 8 KV heads: fewer than a quarter of 132 CTAs
-        ((600,), (160,), True),
-        ((70,) * 17, (16,) * 17, True),  # a block for each sequence, half full
-        ((70,) * 17, (15,) * 17, False),
-        ((4096,) * 8, (4,) * 8, False),  # drafts to verify
+        (600, 1, None),
+        (159, 1, "32 CTAs are under a quarter of 132"),  # 4 blocks of 128 rows for each of 8 KV heads
+        (160, 1, None),
+        (16 * 17, 17, None),  # a block for each sequence, half full
+        (15 * 17, 17, "1020 rows of 17 sequences: under 64 each"),
+        (4 * 8, 8, "128 rows of 8 sequences"),  # drafts to verify
+        (0, 0, "0 rows of 1 sequences"),
     ],
 )
-def test_calls_of_few_rows_go_to_the_plain_kernel(lens: tuple[int, ...], q_lens: tuple[int, ...], suits: bool) -> None:
-    assert hopper._suits(call(lens, q_lens), 132) == suits
+def test_calls_of_few_rows_go_to_the_next_kernel(tokens: int, seqs: int, why: str | None) -> None:
+    few = hopper.too_few(tokens, seqs, 32, 8, 132)
+    assert few is None if why is None else why in str(few)
+    # Where a graph's sizes are known, the kernel is not in the chain; where they are open, it is until a call comes.
+    known = spec(num_tokens=tokens, num_seqs=seqs)
+    assert refusal(known) == (few or "")
+    assert refusal(opened(known)) == ""
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "opaque operator"])
+def test_what_it_stands_aside_for_goes_down_the_chain_past_what_has_failed(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plain kernel has a chain of its own: a tile that was left on this device is not taken by a back door."""
+    few = build(Case((70, 3), (40, 3), heads=(8, 2), dims=(64, 64), dtype=torch.bfloat16))
+    for module in (hopper, chain):
+        monkeypatch.setattr(module, "device_profile", lambda device: H200)
+    tried: list[str] = []
+
+    def refused(call: AttentionCall, tile: TileConfig, launch: Any, blocks: int) -> Any:
+        tried.append(str(tile))
+        raise KernelBuildError("It does not build: injected.", "None.")
+
+    monkeypatch.setattr(triton_prefill, "attend_in_splits", refused)
+    steps = len(history.fallbacks())
+    operator = torch.ops.tcport.hopper_prefill if compiled else torch.ops.tcport.paged_attention
+    want, _ = reference.paged_attention(*(getattr(few, name) for name in hopper._POSITIONAL))
+    try:
+        for _ in range(2):
+            out, _ = operator.default(*(getattr(few, name) for name in hopper._POSITIONAL))
+            torch.testing.assert_close(out.float(), want.float(), rtol=0, atol=2e-2)
+    finally:
+        quarantine.clear()
+    failed = [step.kernel.split()[0] for step in history.fallbacks()[steps:]]
+    assert set(failed) == {"triton_prefill"}  # each tile once, and the kernel that stood aside not at all
+    assert len(failed) == len(tried) == len(set(tried))
 
 
 def test_addresses_that_tma_does_not_take() -> None:
@@ -210,7 +248,8 @@ def test_addresses_that_tma_does_not_take() -> None:
 
 def test_traced_code_calls_one_opaque_operator() -> None:
     given_call = call((70, 3), (40, 3))
-    candidate = select("paged_attention", attention_spec(given_call), H200, kernel="hopper_prefill").candidates[0]
+    spec = opened(attention_spec(given_call))
+    candidate = select("paged_attention", spec, H200, kernel="hopper_prefill").candidates[0]
 
     def run(*args: Tensor) -> Tensor:
         return candidate.run(AttentionCall.of(*args), torch.library.wrap_triton)[0]

@@ -114,6 +114,8 @@ def layout_misfit(strides: tuple[int, ...], heads: int, dim: int) -> str | None:
         return f"TMA copies dims that lie together, these are {step} apart"
     if token <= 0 or token * 2 % ALIGNMENT:
         return f"a token stride of {token * 2} bytes is no multiple of TMA's {ALIGNMENT}"
+    if token < dim:
+        return f"tokens {token} apart overlap, of {dim} dims each"
     if page % token:
         return f"a page stride of {page} is no multiple of the token stride of {token}"
     if head % token and (heads - 1) * head + dim > token:

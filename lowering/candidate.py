@@ -42,6 +42,8 @@ class Candidate:
         parts: the kernels it runs one after the other, where it runs several; each fails, and is left, by itself.
         source: identity of the code behind it; the registry fills it in.
         footprint: what its kernels take when compiled, in words, where that was looked at.
+        aside: why it is not for a call on real tensors, whose sizes and addresses its spec left open; None: it is.
+            An eager call then takes the next link, and nothing has failed; compiled code has the kernel ask by itself.
     """
 
     kernel: str
@@ -54,6 +56,7 @@ class Candidate:
     parts: tuple[Part, ...] = ()
     source: str = dataclasses.field(default="", repr=False)
     footprint: str = dataclasses.field(default="", compare=False)
+    aside: Callable[[Any], str | None] = dataclasses.field(default=lambda call: None, repr=False, compare=False)
 
     def steps(self, whole: Any) -> list[tuple[Candidate, Any]]:
         """The single kernels it runs, in order, each with its part of a call, or of a spec."""

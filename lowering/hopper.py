@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from typing import Any
 
@@ -20,7 +19,6 @@ from tcport.kernels.call import AttentionCall, Launcher
 from tcport.lowering.candidate import Candidate, Verdict
 from tcport.lowering.registry import Answer, register_lowering
 from tcport.lowering.spec import attention_spec, opened
-from tcport.tiling import rank_tiles
 from tcport.tiling.hopper import rank_hopper_tiles
 
 _TRITON = ((3, 6), (3, 9))
@@ -29,17 +27,21 @@ _TRITON = ((3, 6), (3, 9))
 _DIMS = (64, 128, 256)
 _LACKS = ("mask", "chunk", "softcap", "alibi", "sinks", "kv_scales", "batch_invariant")
 _ROWS_WORTH_A_TILE = hopper_prefill.BLOCK_M // 2
-_WHY = f"the plain kernel runs instead where rows per sequence are under {_ROWS_WORTH_A_TILE} or CTAs too few"
+_WHY = f"the next kernel runs instead where rows per sequence are under {_ROWS_WORTH_A_TILE} or CTAs too few"
 
 
 @register_lowering("paged_attention", name="hopper_prefill", vendor="nvidia", arch="sm_90*", priority=10)
 def hopper_attention(spec: AttentionSpec, profile: DeviceProfile) -> Answer:
-    """TMA, wgmma and warps of two kinds; it splits no sequence's keys, so calls of few rows go to the plain kernel."""
+    """TMA, wgmma and warps of two kinds; it splits no sequence's keys, so calls of few rows go to the next kernel."""
     if (why := _refusal(spec)) is not None:
         return Verdict.no(why)
+    units = profile.compute_units or 1
+    if isinstance(spec.num_tokens, int) and isinstance(spec.num_seqs, int):
+        few = too_few(spec.num_tokens, spec.num_seqs, spec.num_q_heads, spec.num_kv_heads, units)
+        if few is not None:
+            return Verdict.no(few)
     try:
         tile = rank_hopper_tiles(spec, profile).configs[0]
-        plain = rank_tiles(spec, profile).configs[0]
     except NoTileError as error:
         return Verdict.no(error.cause)
     if (why := _box_misfit(spec, tile)) is not None:
@@ -48,9 +50,28 @@ def hopper_attention(spec: AttentionSpec, profile: DeviceProfile) -> Answer:
     def run(call: AttentionCall, launch: Launcher) -> tuple[Tensor, Tensor]:
         if launch is torch.library.wrap_triton or getattr(launch, "traced", False):
             return _call_twin(call)
-        return _attend(call, tile, plain, profile, launch)
+        return hopper_prefill.hopper_prefill(call, tile, launch)
 
-    return Candidate("hopper_prefill", "tuned", run, tile, why=_WHY)
+    return Candidate("hopper_prefill", "tuned", run, tile, why=_WHY, aside=lambda call: _misfit(call, units))
+
+
+def too_few(tokens: int, seqs: int, heads: int, kv_heads: int, units: int) -> str | None:
+    """Why so few rows go to the next kernel: rows have to fill half a tile, and tiles a quarter of the device.
+
+    On an H200, against 8192 keys with 8 KV heads, 16 CTAs took 2.3 times as long as the plain kernel, which cuts keys,
+    and 64 CTAs 0.58 times; 32 rows per sequence took as long as in the plain kernel, and 64 rows 0.72 times.
+
+    Args:
+        units: multiprocessors.
+    """
+    seqs = max(1, seqs)
+    rows = tokens * (heads // kv_heads)
+    blocks = max(seqs, rows // hopper_prefill.BLOCK_M) * kv_heads
+    if rows < _ROWS_WORTH_A_TILE * seqs:
+        return f"{rows} rows of {seqs} sequences: under {_ROWS_WORTH_A_TILE} each, tiles are mostly empty"
+    if 4 * blocks < units:
+        return f"{blocks} CTAs are under a quarter of {units} multiprocessors, and it does not cut keys"
+    return None
 
 
 def _refusal(spec: AttentionSpec) -> str | None:
@@ -95,28 +116,11 @@ def _box_misfit(spec: AttentionSpec, tile: TileConfig) -> str | None:
     )
 
 
-def _attend(
-    call: AttentionCall, tile: TileConfig, plain: TileConfig, profile: DeviceProfile, launch: Launcher
-) -> tuple[Tensor, Tensor]:
-    """The kernel, or the plain one where sizes or addresses, which only the call itself tells, do not suit it."""
-    if _suits(call, profile.compute_units or 1) and hopper_prefill.misfit(call) is None:
-        return hopper_prefill.hopper_prefill(call, tile, launch)
-    from tcport.kernels.triton_prefill import paged_prefill
-
-    return paged_prefill(call, plain, launch)
-
-
-def _suits(call: AttentionCall, units: int) -> bool:
-    """Whether rows fill half a tile, and tiles a quarter of the device, without cutting keys.
-
-    On an H200, against 8192 keys with 8 KV heads, 16 CTAs took 2.3 times as long as the plain kernel, which cuts keys,
-    and 64 CTAs 0.58 times; 32 rows per sequence took as long as in the plain kernel, and 64 rows 0.72 times.
-    """
-    tokens, heads = int(call.query.shape[0]), int(call.query.shape[1])
-    seqs, kv_heads = max(1, int(call.seq_lens.shape[0])), int(call.k_cache.shape[2])
-    rows = tokens * (heads // kv_heads)
-    blocks = max(seqs, rows // hopper_prefill.BLOCK_M) * kv_heads
-    return rows >= _ROWS_WORTH_A_TILE * seqs and 4 * blocks >= units
+def _misfit(call: AttentionCall, units: int) -> str | None:
+    """Why sizes or addresses, which only the call itself tells, do not suit the kernel."""
+    tokens, seqs = int(call.query.shape[0]), int(call.seq_lens.shape[0])
+    few = too_few(tokens, seqs, int(call.query.shape[1]), int(call.k_cache.shape[2]), units)
+    return few or hopper_prefill.misfit(call)
 
 
 def _call_twin(call: AttentionCall) -> tuple[Tensor, Tensor]:
@@ -128,12 +132,11 @@ def _call_twin(call: AttentionCall) -> tuple[Tensor, Tensor]:
 def _run_twin(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
     call = AttentionCall.of(*args, **options)
     profile = device_profile(call.query.device)
-    return _attend(call, *_tiles(opened(attention_spec(call)), profile), profile, lambda kernel: kernel)
-
-
-@functools.lru_cache(maxsize=1024)
-def _tiles(spec: AttentionSpec, profile: DeviceProfile) -> tuple[TileConfig, TileConfig]:
-    return rank_hopper_tiles(spec, profile).configs[0], rank_tiles(spec, profile).configs[0]
+    if _misfit(call, profile.compute_units or 1) is not None:
+        # The operator itself goes down the chain, past this kernel and past what has failed on this device.
+        return torch.ops.tcport.paged_attention.default(*args, **options)
+    tile = rank_hopper_tiles(opened(attention_spec(call)), profile).configs[0]
+    return hopper_prefill.hopper_prefill(call, tile, lambda kernel: kernel)
 
 
 _POSITIONAL = ("query", "k_cache", "v_cache", "block_table", "seq_lens", "cu_seqlens_q")

@@ -13,6 +13,7 @@ from typing import Any
 from tcport.device import DeviceProfile
 from tcport.errors import LoweringRegistrationError, NoCandidateError, OptionError
 from tcport.fingerprint import source_identity
+from tcport.logs import logger
 from tcport.lowering.candidate import TIERS, Candidate, Rejection, Selection, Verdict
 from tcport.probes import probe
 
@@ -214,11 +215,7 @@ def select(op: str, spec: Any, profile: DeviceProfile, *, kernel: Kernels = None
         if asked and name not in asked:
             rejections.append(Rejection(name, f"options ask for the kernel {' or '.join(asked)}"))
             continue
-        row, answer = _answer(group, spec, profile)
-        if isinstance(answer, Verdict):
-            rejections.append(Rejection(name, answer.reason))
-            continue
-        answers = answers_of(row, answer)
+        row, answers = _answers(group, spec, profile)
         rejections += [answer for answer in answers if isinstance(answer, Rejection)]
         stamped = [dataclasses.replace(c, source=row.identity()) for c in answers if isinstance(c, Candidate)]
         candidates += [(TIERS.index(c.tier), -row.priority, c) for c in stamped]
@@ -273,12 +270,34 @@ def _by_kernel(registered: Iterable[Row]) -> dict[str, list[Row]]:
     return groups
 
 
-def _answer(group: list[Row], spec: Any, profile: DeviceProfile) -> tuple[Row, Answer]:
-    """The answer of the most specific row of a kernel that fits the device, or why none does."""
+def _answers(group: list[Row], spec: Any, profile: DeviceProfile) -> tuple[Row, tuple[Candidate | Rejection, ...]]:
+    """What the most specific row of a kernel that fits the device answers, or why none of them fits."""
     verdicts = {row: row.fits(profile) for row in group}
     fitting = [row for row in group if verdicts[row].ok]
     if not fitting:
         near = [row for row in group if row.vendor in (None, profile.vendor)] or group
-        return near[0], Verdict.no("; ".join(dict.fromkeys(verdicts[row].reason for row in near)))
+        return near[0], (Rejection(near[0].name, "; ".join(dict.fromkeys(verdicts[row].reason for row in near))),)
     row = max(fitting, key=Row.specific)
-    return row, row.lower(spec, profile)
+    try:
+        return row, _understood(row, row.lower(spec, profile))
+    except Exception as error:  # noqa: BLE001  (anyone may register a row: one that is broken costs its kernel alone)
+        said = f"its lowering failed: {type(error).__name__}: {error}"
+        _warn_of_row(row.op, row.name, said)
+        return row, (Rejection(row.name, said),)
+
+
+def _understood(row: Row, answer: Answer) -> tuple[Candidate | Rejection, ...]:
+    """What a lowering answered, a verdict as a rejection; there is always something.
+
+    Raises:
+        LoweringRegistrationError: see :func:`answers_of`.
+    """
+    if isinstance(answer, Verdict):
+        return (Rejection(row.name, answer.reason or "it gives no reason"),)
+    return answers_of(row, answer) or (Rejection(row.name, "it gave no candidate and no reason"),)
+
+
+@functools.lru_cache(maxsize=256)
+def _warn_of_row(op: str, name: str, said: str) -> None:
+    """Say it once: every node and every call asks again."""
+    logger("chain").warning("%s of %s: %s", name, op, said)

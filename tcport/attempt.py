@@ -24,6 +24,7 @@ from tcport.graph_pass import STAGES, PassContext, Stage
 from tcport.lowering.candidate import Candidate
 from tcport.lowering.operators import NodeChoice, Operator, all_operators, call_of_node, choose, device_of, operator_of
 from tcport.lowering.registry import registered_operators, rows
+from tcport.lowering.results import check_results
 from tcport.lowering.spec import dim
 from tcport.options import Options
 from tcport.pass_manager import active_passes, run_passes
@@ -177,7 +178,10 @@ class Attempt:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             try:
-                return emitted.run(*args, **kwargs)
+                results = emitted.run(*args, **kwargs)
+                if node.target is choice.operator.overload and not link.plain:
+                    check_results(str(link), results, node.meta.get("val"))
+                return results
             except Exception as error:
                 self.broken_off = (emitted, emitted.running or emitted.candidate, error)
                 raise

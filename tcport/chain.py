@@ -10,13 +10,14 @@ from tcport.bundle.store import named_folders
 from tcport.cache_folders import settle_cache_folders
 from tcport.counting import count
 from tcport.device import DeviceProfile, device_profile, refreshes
-from tcport.errors import KernelBuildError, KernelLaunchError, OutOfResourcesError, SelfTestError
+from tcport.errors import KernelBuildError, KernelLaunchError, NoCandidateError, OutOfResourcesError, SelfTestError
 from tcport.failures import cause_of, class_name, details, first_line, raise_if_sticky
 from tcport.ir import TileConfig
 from tcport.logs import logger
-from tcport.lowering.candidate import Candidate
+from tcport.lowering.candidate import Candidate, Rejection
 from tcport.lowering.operators import NodeChoice, Operator, choose_for, device_of
 from tcport.lowering.registry import Kernels, generation
+from tcport.lowering.results import check_call_results
 from tcport.lowering.spec import opened
 from tcport.probes import trusted
 from tcport.report import Cause, FallbackReason
@@ -42,13 +43,18 @@ def run(operator: Operator, call: Any, *, kernel: Kernels = None, strict: bool =
     profile = device_profile(device_of(call))
     state = (generation(), named_folders(), refreshes())
     choice = _choice(operator, opened(operator.spec(call)), profile, kernel, strict, state)
+    aside: list[Rejection] = []
     for candidate in survivors(choice):
         if quarantine.reason(choice, candidate) is not None:
             continue  # it was lost together with the one before
+        if (why := candidate.aside(call)) is not None:
+            aside.append(Rejection(str(candidate), why))
+            continue
         kernel_now, result = candidate, None
         try:
             for kernel_now, part in candidate.steps(call):
                 result = kernel_now.run(part, _launch)
+                check_call_results(str(kernel_now), part, result)
             return result
         except Exception as error:
             raise_if_sticky(error, str(kernel_now))
@@ -56,6 +62,11 @@ def run(operator: Operator, call: Any, *, kernel: Kernels = None, strict: bool =
             if cause is None or kernel_now.plain:
                 raise
             step_down(choice, candidate, kernel_now, error, cause, strict=strict)
+    if aside:
+        raise NoCandidateError(
+            f"No kernel takes this {operator.name} call: {'; '.join(map(str, aside))}.",
+            "Drop the option 'kernel' to allow other kernels.",
+        )
     raise _no_link_left(choice, choice.selection.candidates[-1], None)
 
 

@@ -13,6 +13,7 @@ import torch
 from tcport._inductor_blame import noting_calls
 from tcport.lowering.candidate import Candidate
 from tcport.lowering.operators import NodeChoice
+from tcport.lowering.results import check_call_results
 
 Note = Callable[[str, dict[str, int]], None]
 """Is told the function's name and the whole-number arguments of a launch."""
@@ -46,6 +47,7 @@ class Emitted:
             self.running = kernel
             with noting_calls(functools.partial(self._note_call, kernel)):
                 results = kernel.run(call, self._launcher(kernel))
+            check_call_results(str(kernel), call, results)
         return results
 
     def makers(self, kernel: str, source: str) -> list[Candidate]:

@@ -68,7 +68,7 @@ def entered(choice: NodeChoice, links: Sequence[Candidate], call: Any) -> tuple[
         if real is None:
             return [], []
         for link in links:
-            if any(kernel in lost for kernel in link.kernels):
+            if any(kernel in lost or kernel.aside(part) is not None for kernel, part in link.steps(real)):
                 continue
             failure = _failure(link, real)
             if failure is None:
