@@ -60,7 +60,7 @@ def spec(built: Path) -> AttentionSpec:
     return read_specs(built.parent / "specs.json")[0]
 
 
-def edit(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     manifest = json.loads((folder / MANIFEST).read_text())
     change(manifest)
     (folder / MANIFEST).write_text(json.dumps(manifest))
@@ -105,6 +105,44 @@ def test_a_flipped_byte_a_missing_file_and_a_missing_manifest(copy: Path) -> Non
     (copy / MANIFEST).unlink()
     with pytest.raises(BundleError, match="cannot be read"):
         read_bundle(copy)
+
+
+DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "an entry is no object": (lambda m: m["entries"].append("x"), "an entry is no JSON object"),
+    "a tile is short": (lambda m: m["entries"][0]["tile"].pop("block_n"), "a tile has no block_n"),
+    "a tile has words": (lambda m: m["entries"][0]["tile"].update(block_m="16"), "no block_m that is of type int"),
+    "facts are a list": (lambda m: m["entries"][0].update(facts=[1]), "no facts that is of type dict"),
+    "a digest is a number": (lambda m: m["entries"][0].update(sha256=3), "no sha256 that is of type str"),
+    "a file is the folder": (lambda m: m["entries"][0].update(file=""), "lies outside the bundle"),
+    "a file is the folder above": (lambda m: m["entries"][0].update(file=".."), "lies outside the bundle"),
+    "the CPU's part is cut": (lambda m: m["cpu"].pop("identity"), "cpu has no identity"),
+    "the CPU's part is a word": (lambda m: m.update(cpu="x"), "cpu is no JSON object"),
+    "a target is short": (lambda m: m["target"].pop(), "expected 3, got 2"),
+    "entries are gone": (lambda m: m.pop("entries"), "the bundle has no entries"),
+    "a field of a later version": (lambda m: m.update(later=1), "unexpected keyword argument 'later'"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_manifest_is_refused_whole_and_costs_the_bundle_alone(
+    damage: str, copy: Path, spec: AttentionSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change, reason = DAMAGE[damage]
+    edit(copy, change)
+    with pytest.raises(BundleError, match=f"is no manifest: .*{reason}"):
+        read_bundle(copy)
+    assert CliRunner().invoke(app, ["verify", str(copy), "--device", "h200"]).exit_code == 2
+    monkeypatch.setenv("TCPORT_BUNDLE", str(copy))
+    chosen = select("paged_attention", spec, H200)
+    assert reason in {r.kernel: r.reason for r in chosen.rejections}["bundle_attention"]
+
+
+@pytest.mark.parametrize("written", [b"", b"[" * 100_000, b"null", b"\xff" * 5000, b"\xef\xbb\xbf{}"])
+def test_what_is_no_json_is_no_manifest(written: bytes, tmp_path: Path) -> None:
+    (tmp_path / MANIFEST).write_bytes(written)
+    with pytest.raises(BundleError, match="is no manifest") as caught:
+        read_bundle(tmp_path)
+    assert len(str(caught.value)) < 400 + len(str(tmp_path))
 
 
 def test_a_foreign_an_old_and_a_stale_bundle(copy: Path) -> None:

@@ -136,16 +136,19 @@ def read_bundle(folder: str | Path) -> Bundle:
     folder = Path(folder)
     try:
         data = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        _require_kinds("the bundle", data, _BUNDLE)
         entries = tuple(_entry(entry) for entry in data.pop("entries"))
-        _inside(*([data["cpu"]["file"]] if data.get("cpu") else []))
+        if data.get("cpu") is not None:
+            _require_kinds("cpu", data["cpu"], _CPU)
+            _require_inside(data["cpu"]["file"])
         backend, arch, width = data.pop("target")
         return Bundle(folder=folder, target=(backend, arch, width), entries=entries, **data)
     except OSError as error:
         raise BundleError(
             f"{folder / MANIFEST} cannot be read: {error.strerror}.", "Name a folder that 'bundle build' wrote."
         ) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BundleError(f"{folder / MANIFEST} is no manifest: {error!r}.", "Build the bundle again.") from error
+    except (ValueError, TypeError, RecursionError) as error:
+        raise BundleError(f"{folder / MANIFEST} is no manifest: {error}.", "Build the bundle again.") from error
 
 
 def write_bundle(bundle: Bundle, binaries: Mapping[str, bytes]) -> None:
@@ -170,12 +173,43 @@ def _checked(path: Path, sha256: str) -> bytes:
     return data
 
 
-def _entry(data: dict[str, Any]) -> Entry:
-    _inside(data["file"])
+def _entry(data: Any) -> Entry:
+    _require_kinds("an entry", data, _ENTRY)
+    _require_kinds("a tile", data["tile"], _TILE)
+    _require_inside(data["file"])
     return Entry(**{**data, "aligned": tuple(data["aligned"])})
 
 
-def _inside(*files: str) -> None:
-    for file in files:
-        if Path(file).name != file:
-            raise ValueError(f"file {file!r} lies outside the bundle")
+def _require_kinds(what: str, data: Any, kinds: Mapping[str, type]) -> None:
+    """What was damaged shows here, and not where a kernel is chosen or launched."""
+    if not isinstance(data, dict):
+        raise TypeError(f"{what} is no JSON object")
+    for name, kind in kinds.items():
+        if type(data.get(name)) is not kind:
+            raise TypeError(f"{what} has no {name} that is of type {kind.__name__}")
+
+
+def _require_inside(file: str) -> None:
+    if file in ("", ".", "..") or Path(file).name != file:
+        raise ValueError(f"file {file!r} lies outside the bundle")
+
+
+_BUNDLE: dict[str, type] = {"abi": int, "target": list, "sources": str, "compiler": str, "device": str, "entries": list}
+_CPU: dict[str, type] = {"file": str, "sha256": str, "identity": str}
+_TILE: dict[str, type] = {"block_m": int, "block_n": int, "num_warps": int, "num_stages": int}
+_ENTRY: dict[str, type] = {
+    "kernel": str,
+    "tile": dict,
+    "facts": dict,
+    "function": str,
+    "symbol": str,
+    "signature": dict,
+    "constants": dict,
+    "aligned": list,
+    "hidden": int,
+    "shared": int,
+    "threads": int,
+    "file": str,
+    "sha256": str,
+}
+"""Fields of a manifest and their types in JSON."""
