@@ -35,6 +35,7 @@ LAYERS = {
     "tcport.fused_ops": 1,
     "tcport.sequential_op": 1,
     "tcport.layer_ops": 1,
+    "tcport.int4_ops": 1,
     "tcport.quantise_ops": 1,
     "tcport.rope_op": 1,
     "tcport.pass_manager": 1,

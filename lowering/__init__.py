@@ -4,6 +4,7 @@ from tcport.lowering import (  # noqa: F401  (importing them registers their row
     bundled,
     cpu,
     hopper,
+    int4,
     kv_write,
     layers,
     merge_states,

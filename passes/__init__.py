@@ -2,6 +2,7 @@
 
 from tcport.passes import (  # noqa: F401  (importing them registers the passes)
     fuse_add_rms_norm,
+    fuse_int4_matmul,
     fuse_norm_quantise,
     fuse_rope_write,
     fuse_silu_mul,

@@ -212,7 +212,7 @@ def _fuse(
 def _behind_views(x: torch.fx.Node) -> tuple[torch.fx.Node, list[torch.fx.Node]]:
     """What a tensor is a view of that has the same rows; the views, last first."""
     views = []
-    while x.target is aten.view.default and x.args[1][-1] == x.args[0].meta["val"].shape[-1]:  # type: ignore
+    while x.target in (aten.view.default, aten.reshape.default) and x.args[1][-1] == x.args[0].meta["val"].shape[-1]:  # type: ignore
         views.append(x)
         x = x.args[0]  # type: ignore[assignment]
     return x, views

@@ -51,6 +51,9 @@ _WITH_NUMBER = {
 }
 """Operations that differ from another in taking a plain number alone."""
 
+_SAME = {**_WITH_NUMBER, aten.reshape.default: aten.view.default}
+"""Operations by the one they are compared as. Inductor makes reshapes of a graph's views before passes see it."""
+
 _OTHER = "another operation"
 _TRIES = 4096
 """Orders of operands tried at one node; patterns of a dozen commutative operations stay far below."""
@@ -116,6 +119,8 @@ def trace(
             node.replace_all_uses_with(same)
     gm.graph.eliminate_dead_code()
     for node in gm.graph.nodes:
+        if sizes_as_constants and node.target in (aten.view.default, aten.reshape.default):
+            node.args = (node.args[0], list(node.meta["val"].shape))  # no size is left to be inferred, a -1
         if sizes_as_constants and node.op != "output":
             node.args, node.kwargs = torch.fx.map_arg((node.args, node.kwargs), _size_or_node)
     gm.graph.eliminate_dead_code()
@@ -133,7 +138,7 @@ def _functionalise(graph: torch.fx.Graph) -> None:
         if node.op in ("call_function", "output"):
             node.args, node.kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: later.get(n, n))
         schema = getattr(node.target, "_schema", None)
-        if schema is not None and schema.name.startswith("aten::") and schema.name.endswith("_"):
+        if schema is not None and schema.name.startswith("aten::") and schema.name.endswith("_") and schema.is_mutable:
             packet = getattr(aten, schema.name.removeprefix("aten::")[:-1])
             node.target = getattr(packet, schema.overload_name or "default")
             later[node.args[0]] = node
@@ -183,7 +188,7 @@ def _tolerant(expression: Any, wildcards: dict[str, Wildcard], memo: dict[int, A
         made: Any = expression
         if isinstance(expression, CallFunction):
             made = _Call(
-                _WITH_NUMBER.get(expression.fns[0], expression.fns[0]),
+                _SAME.get(expression.fns[0], expression.fns[0]),
                 *(_tolerant(a, wildcards, memo) for a in expression.args),
                 _users=expression.users,
                 **{name: _tolerant(a, wildcards, memo) for name, a in expression.kwargs.items()},
@@ -245,9 +250,12 @@ class _Call(CallFunction):
 
     def _match(self, node: Any, ctx: MatchContext) -> Any:
         assert isinstance(ctx, _Search)
-        if not isinstance(node, torch.fx.Node) or _WITH_NUMBER.get(node.target, node.target) is not self.fns[0]:
+        if not isinstance(node, torch.fx.Node) or _SAME.get(node.target, node.target) is not self.fns[0]:
             return FailedMatch(_OTHER)
-        ours, theirs = _arguments(self.fns[0], self.args, self.kwargs), _arguments(node.target, node.args, node.kwargs)
+        target = aten.view.default if node.target is aten.reshape.default else node.target
+        ours, theirs = _arguments(self.fns[0], self.args, self.kwargs), _arguments(target, node.args, node.kwargs)
+        if target is aten.view.default:
+            theirs["size"] = list(node.meta["val"].shape)
         if self.fns[0] in _COMMUTATIVE and ours["self"] is not ours["other"] and ctx.flips():
             theirs["self"], theirs["other"] = theirs["other"], theirs["self"]
         match = Match(ctx, self)

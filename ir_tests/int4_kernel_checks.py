@@ -1,0 +1,88 @@
+"""Checks of the Triton matmul with weights of 4 bits; ``test_int4_kernel.py`` runs each table in a process.
+
+As in ``layer_kernel_checks``: numbers in Triton's interpreter, and compiles for GPUs that are not here.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from layer_kernel_checks import TARGETS
+from subprocess_results import report
+
+from tcport.kernels import int4
+
+SHAPES = {
+    "one row, groups of 128": (1, 256, 48, 128, torch.int32),
+    "split sums, groups of 64": (5, 1024, 64, 64, torch.int8),
+    "split sums of uneven length, groups of 32": (3, 544, 70, 32, torch.uint8),
+    "many rows, groups of 128": (70, 256, 130, 128, torch.int32),
+    "many rows, no zero points": (17, 128, 16, 64, None),
+}
+"""Rows, depth, width, group and the dtype of the zero points."""
+
+
+def operands(shape: str, dtype: torch.dtype, device: str = "cpu") -> list[Any]:
+    """Arguments with a transposed ``x`` and columns that lie apart in the packed words."""
+    rows, depth, width, group, zeros_dtype = SHAPES[shape]
+    rng = torch.Generator().manual_seed(depth)
+    x = torch.randn(depth, rows, generator=rng).to(dtype).t()
+    packed = torch.randint(-(2**31), 2**31, (depth // 8, 2 * width), generator=rng).to(torch.int32)[:, ::2]
+    scales = (torch.rand(depth // group, width, generator=rng) * 0.1 + 0.01).to(dtype)
+    zeros = torch.randint(0, 16, (depth // group, width), generator=rng)
+    arguments = [x, packed, scales, None if zeros_dtype is None else zeros.to(zeros_dtype)]
+    return [a.to(device) if isinstance(a, torch.Tensor) else a for a in arguments]
+
+
+def agrees(shape: str, dtype: torch.dtype) -> None:
+    """With :mod:`tcport.kernels.int4` in fp64, relative to the largest sum."""
+    from tcport.kernels.triton_int4 import w4a16_matmul
+
+    arguments = operands(shape, dtype)
+    expected = int4.w4a16_matmul(*arguments, compute_dtype=torch.float64).double()
+    out = w4a16_matmul(*arguments, launch=lambda kernel: kernel)
+    assert (out.dtype, out.shape) == (dtype, expected.shape)
+    assert out.is_contiguous()
+    tolerance = {torch.float32: 2e-6, torch.float16: 1e-3}[dtype]
+    torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
+
+
+def interpreted() -> dict[str, Callable[[], None]]:
+    return {
+        f"{shape} {dtype}": functools.partial(agrees, shape, dtype)
+        for shape in SHAPES
+        for dtype in (torch.float32, torch.float16)
+    }
+
+
+def compile_for(target: str, dtype: torch.dtype, rows: int, group: int) -> None:
+    from triton.backends.compiler import GPUTarget
+
+    from tcport.kernels.offline import compile_launch, record
+    from tcport.kernels.triton_int4 import w4a16_matmul
+
+    x, packed = torch.empty(rows, 4096, dtype=dtype), torch.empty(512, 4096, dtype=torch.int32)
+    scales, zeros = (torch.empty(4096 // group, 4096, dtype=d) for d in (dtype, torch.int32))
+    (launch,) = record(w4a16_matmul, *(a.to("meta") for a in (x, packed, scales, zeros)))
+    made = compile_launch(launch, GPUTarget(*TARGETS[target]))
+    assert made.metadata.shared <= 64 * 1024  # what every one of these targets gives a program
+    if "ptx" in made.asm:
+        assert "mma" in made.asm["ptx"]
+
+
+def compiled() -> dict[str, Callable[[], None]]:
+    return {
+        f"{target} {dtype} {rows} rows, groups of {group}": functools.partial(compile_for, target, dtype, rows, group)
+        for target, dtype in (("sm_80", torch.float16), ("sm_90", torch.bfloat16), ("gfx942", torch.bfloat16))
+        for rows, group in ((1, 128), (64, 64))
+    }
+
+
+TABLES = {"interpreted": interpreted, "compiled": compiled}
+
+if __name__ == "__main__":
+    report(TABLES[sys.argv[1]]())

@@ -1,0 +1,34 @@
+"""A matmul with weights of 4 bits in plain PyTorch: its specification, and the last link of its chain."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+PER_WORD = 8
+"""Weights in an int32."""
+
+
+def w4a16_matmul(
+    x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, *, compute_dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """``x @ w`` of weights ``w[k, n] = (q[k, n] - zeros[k // group, n]) * scales[k // group, n]``, as GPTQ stores them.
+
+    Args:
+        x: ``[T, K]``, fp32, fp16 or bf16.
+        packed: int32 ``[K / 8, N]``: bits ``4 * j`` to ``4 * j + 3`` of ``packed[i, n]`` are ``q[8 * i + j, n]``.
+        scales: ``[K / group, N]`` in the dtype of ``x``.
+        zeros: integers of that shape; None: 8 everywhere.
+
+    Returns:
+        ``[T, N]`` in the dtype of ``x``, contiguous. Weights are rounded to that dtype, as they are where they are
+        dequantised first; products are summed in ``compute_dtype`` and rounded once.
+
+    Source: GPTQ, arXiv:2210.17323; the layout is that of its reference code's CUDA kernel.
+    """
+    shifts = torch.arange(0, 4 * PER_WORD, 4, dtype=torch.int32, device=packed.device)
+    words, (groups, width) = packed[:, None, :] >> shifts[None, :, None], scales.shape
+    levels = (words & 15).reshape(groups, -1, width)
+    centred = levels - (8 if zeros is None else zeros[:, None, :])
+    weight = (centred * scales[:, None, :]).reshape(-1, width)
+    return (x.to(compute_dtype) @ weight.to(compute_dtype)).to(x.dtype)
