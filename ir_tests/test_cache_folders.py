@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import pwd
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 from test_cpu_library import counting_compiler
 
-from tcport.cache_folders import settle_cache_folders
+from tcport.cache_folders import _settle, settle_cache_folders
 
 ROOT = Path(__file__).resolve().parents[1]
 VARIABLES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TCPORT_CACHE_DIR")
@@ -40,6 +42,46 @@ def test_folders_that_can_be_written_stay(tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setenv(name, str(tmp_path / name))
     assert settle_cache_folders() == ()
     assert [os.environ[name] for name in VARIABLES] == [str(tmp_path / name) for name in VARIABLES]
+
+
+def test_a_user_without_name_and_home_has_folders_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that runs as any number: there is no entry for it that would name a home."""
+    for name in (*VARIABLES, "HOME", "USER", "LOGNAME", "LNAME", "USERNAME", "XDG_CACHE_HOME", "TRITON_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+    def nobody(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    _settle.cache_clear()
+    moved = settle_cache_folders()
+    _settle.cache_clear()
+    assert [("no home" in said, said.rpartition(": ")[2].split(" is ")[0]) for said in moved] == [
+        (True, "TRITON_CACHE_DIR"),
+        (True, "TCPORT_CACHE_DIR"),
+    ]
+    for name in ("TRITON_CACHE_DIR", "TCPORT_CACHE_DIR"):
+        assert os.access(os.environ[name], os.W_OK)
+        monkeypatch.delenv(name)
+    assert list(tmp_path.iterdir()) == []  # no folder of the name "~"
+
+
+def test_where_nothing_at_all_can_be_written_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(**options: str) -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    (tmp_path / "file").write_text("in the way")
+    for name in VARIABLES:
+        monkeypatch.setenv(name, str(tmp_path / "file" / name))
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    _settle.cache_clear()
+    assert settle_cache_folders() == tuple(
+        f"{name} can name no folder, not even a temporary one: No usable temporary directory found."
+        for name in VARIABLES
+    )
+    _settle.cache_clear()
+    assert [os.environ[name] for name in VARIABLES] == [str(tmp_path / "file" / name) for name in VARIABLES]
 
 
 # Forks 8 processes, each round, onto one empty folder. Each does ``work(folder)`` and answers with a digest of what it

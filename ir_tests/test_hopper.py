@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from tcport import chain, history, quarantine
 from tcport.device import DeviceProfile, catalogue_profile
-from tcport.errors import KernelBuildError, NoTileError
+from tcport.errors import KernelBuildError, NoCandidateError, NoTileError
 from tcport.ir import AttentionSpec, KVLayout, TileConfig
 from tcport.kernels import reference, triton_prefill
 from tcport.kernels.call import AttentionCall
@@ -203,6 +203,17 @@ def test_calls_of_few_rows_go_to_the_next_kernel(tokens: int, seqs: int, why: st
     known = spec(num_tokens=tokens, num_seqs=seqs)
     assert refusal(known) == (few or "")
     assert refusal(opened(known)) == ""
+
+
+def test_where_it_is_forced_and_is_not_for_the_device_or_the_call_that_alone_is_said() -> None:
+    for device, wanted, reason in (
+        ("a100", spec(), "made for architectures sm_90*, the device is sm_80"),
+        ("mi300x", spec(), "made for vendor nvidia, the device is amd"),
+        ("h200", spec(num_tokens=32, num_seqs=8), "128 rows of 8 sequences: under 64 each, tiles are mostly empty"),
+    ):
+        with pytest.raises(NoCandidateError) as refused:
+            select("paged_attention", wanted, catalogue_profile(device), kernel="hopper_prefill")
+        assert refused.value.cause == f"No kernel takes this paged_attention node: hopper_prefill: {reason}."
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "opaque operator"])

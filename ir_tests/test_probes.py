@@ -72,6 +72,17 @@ def test_probes_run_once_for_a_device_driver_and_compiler(runs: list[int], monke
     assert runs == [0, 0, 0]
 
 
+@pytest.mark.parametrize("damaged", ["", "[]", "3", "{", '{"triton_decode 16x64 w4 st2": 3}', '{"a": {"fine": true}}'])
+def test_a_damaged_file_of_outcomes_is_probed_again(damaged: str, runs: list[int]) -> None:
+    right = dict(probe(H200))
+    (path,) = cache_folder("probes").iterdir()
+    path.write_text(damaged)
+    results._kept.cache_clear()  # as in another process
+    assert probe(H200) == right
+    assert runs == [0, 0]
+    assert json.loads(path.read_text()).keys() == right.keys()
+
+
 def test_only_wrong_numbers_cost_the_trust(runs: list[int]) -> None:
     assert trusted("triton_write", H200) is None  # its test could not be run
     assert trusted("a third party's", H200) is None

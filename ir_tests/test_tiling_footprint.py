@@ -1,5 +1,7 @@
 """The compile check: real compilers for devices that are not in the room, and what it does when they fail."""
 
+import json
+
 import pytest
 from test_tiling_rank import decode_spec
 
@@ -129,6 +131,32 @@ def test_what_may_pass_by_itself_is_asked_again(error: str, kept: bool, tmp_path
         (compiled,) = measure(decode_spec(), [TileConfig(16, 32, 1, 3)], catalogue_profile("h200"), cache=tmp_path)
         assert compiled.error == error
     assert len(asked) == (1 if kept else 2)
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        "",
+        "[]",
+        "3",
+        "{}",
+        '{"launches": 3}',
+        '{"launches": [{"kernel": "k"}]}',
+        '{"launches": [{"kernel": "k", "shared": "x", "registers": 1, "spill": 0, "threads": 32}]}',
+        "[" * 100_000,
+    ],
+    ids=lambda text: text[:40],
+)
+def test_a_damaged_answer_in_the_cache_is_asked_again(damaged: str, tmp_path, monkeypatch):
+    launch = {"kernel": "k", "shared": 7, "registers": 8, "spill": 0, "threads": 32}
+    monkeypatch.setattr(footprint, "_run_workers", lambda requests: [{"launches": [launch]}] * len(requests))
+    args = (decode_spec(), [TileConfig(16, 32, 1, 3)], catalogue_profile("h200"))
+    right = measure(*args, cache=tmp_path)
+    assert right[0].footprints[0].shared == 7
+    (path,) = tmp_path.iterdir()
+    path.write_text(damaged)
+    assert measure(*args, cache=tmp_path) == right
+    assert json.loads(path.read_text()) == {"launches": [launch]}
 
 
 def test_no_compiler_for_the_target_is_said():

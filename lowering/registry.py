@@ -221,7 +221,8 @@ def select(op: str, spec: Any, profile: DeviceProfile, *, kernel: Kernels = None
         candidates += [(TIERS.index(c.tier), -row.priority, c) for c in stamped]
     candidates.sort(key=lambda entry: entry[:2])
     if not candidates:
-        reasons = "; ".join(map(str, rejections)) or "no lowering is registered"
+        told = [rejection for rejection in rejections if not asked or rejection.kernel in asked]
+        reasons = "; ".join(map(str, told)) or "no lowering is registered"
         raise NoCandidateError(
             f"No kernel takes this {op} node: {reasons}.", "Drop the option 'kernel', or change what it refuses."
         )

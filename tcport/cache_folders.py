@@ -31,19 +31,25 @@ def settle_cache_folders() -> tuple[str, ...]:
 def _settle(environment: tuple[str | None, ...]) -> tuple[str, ...]:
     moved = []
     for variable, usual in _FOLDERS.items():
-        folder = Path(os.environ.get(variable) or usual())
-        trouble = _trouble(folder)
-        if trouble is None:
-            continue
-        other = Path(tempfile.mkdtemp(prefix=f"{variable.lower()}-"))
-        os.environ[variable] = str(other)
-        moved.append(f"{folder} cannot be written ({trouble}): {variable} is {other} for this process.")
+        try:
+            folder = Path(os.environ.get(variable) or usual())
+            trouble = _trouble(folder)
+            if trouble is None:
+                continue
+            other = tempfile.mkdtemp(prefix=f"{variable.lower()}-")
+        except OSError as error:
+            moved.append(f"{variable} can name no folder, not even a temporary one: {error.strerror or error}.")
+        else:
+            os.environ[variable] = other
+            moved.append(f"{folder} cannot be written ({trouble}): {variable} is {other} for this process.")
         logger("chain").warning("%s", moved[-1])
     return tuple(moved)
 
 
 def _trouble(folder: Path) -> str | None:
     """Why nothing can be written below a folder, which is made if it is not there."""
+    if folder.parts[:1] == ("~",):
+        return "this user has no home"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -53,11 +59,15 @@ def _trouble(folder: Path) -> str | None:
 
 
 def _triton() -> Path:
-    return Path(os.environ.get("TRITON_HOME") or Path.home(), ".triton", "cache")
+    return Path(os.environ.get("TRITON_HOME") or os.path.expanduser("~"), ".triton", "cache")
 
 
 def _inductor() -> Path:
-    return Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+    try:
+        user = getpass.getuser()
+    except (KeyError, ImportError, OSError):  # a user without a name, as containers have them; torch counts them too
+        user = f"uid_{os.getuid()}"
+    return Path(tempfile.gettempdir(), f"torchinductor_{user}")
 
 
 _FOLDERS = {"TRITON_CACHE_DIR": _triton, "TORCHINDUCTOR_CACHE_DIR": _inductor, "TCPORT_CACHE_DIR": usual_root}

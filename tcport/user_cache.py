@@ -20,11 +20,12 @@ def usual_root() -> Path:
 
 
 def kept(path: Path) -> dict[str, Any] | None:
-    """What :func:`keep` stored there; None where nothing is, or it cannot be read, or was cut off."""
+    """What :func:`keep` stored there; None where nothing is, or what cannot be read or is something else."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
         return None
+    return data if isinstance(data, dict) else None
 
 
 def keep(path: Path, data: dict[str, Any]) -> None:

@@ -128,5 +128,5 @@ def _holds(tile: TileConfig, test: str) -> bool:
 def _load(path: Path) -> dict[str, Outcome] | None:
     try:
         return {name: Outcome(**found) for name, found in (kept(path) or {}).items()} or None
-    except TypeError:  # written by another version: probe again
+    except TypeError:  # damaged, or written by another version: probe again
         return None

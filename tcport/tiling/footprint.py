@@ -125,13 +125,13 @@ def measure(
     requests = [shared | {"config": config_data(config)} for config in configs]
     folder = cache or cache_folder("footprints")
     paths = [folder / f"{_key(request)}.json" for request in requests]
-    answers: dict[Path, dict[str, Any]] = {path: known for path in paths if (known := kept(path)) is not None}
+    answers: dict[Path, Compiled] = {path: known for path in paths if (known := _known(path)) is not None}
     missing = {path: request for path, request in zip(paths, requests, strict=True) if path not in answers}
     for path, answer in zip(missing, _run_workers(list(missing.values())), strict=True):
-        answers[path] = answer
+        answers[path] = _compiled(answer)
         if not _PASSING.search(answer.get("error", "")):
             keep(path, answer)
-    return [_compiled(answers[path]) for path in paths]
+    return [answers[path] for path in paths]
 
 
 def _run_workers(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -196,7 +196,18 @@ def _version(package: str) -> str:
         return "unknown"
 
 
+def _known(path: Path) -> Compiled | None:
+    """What was kept of an earlier compile; None where nothing was, or it is damaged and is asked again."""
+    answer = kept(path)
+    try:
+        known = None if answer is None else _compiled(answer)
+    except (KeyError, TypeError):
+        return None
+    numbers = [n for f in known.footprints for n in (f.shared, f.registers, f.spill, f.threads)] if known else []
+    return known if all(type(number) is int for number in numbers) else None
+
+
 def _compiled(answer: dict[str, Any]) -> Compiled:
     if "error" in answer:
-        return Compiled(error=answer["error"])
+        return Compiled(error=str(answer["error"]))
     return Compiled(tuple(Footprint(**launch) for launch in answer["launches"]))
