@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -38,8 +39,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what needs a CUDA GPU on a machine that has none."""
+    """Deselect what needs a CUDA GPU on a machine that has none; refuse names that differ from process to process."""
     import torch
+
+    nameless = [item.nodeid for item in items if re.search(r" at 0x[0-9a-f]+", item.nodeid)]
+    if nameless:
+        raise pytest.UsageError(f"{nameless[0]} is named by an address, which differs in every process: give it ids.")
 
     if torch.cuda.is_available():
         return

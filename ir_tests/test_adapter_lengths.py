@@ -142,7 +142,7 @@ def test_length_that_is_raised_in_place_may_pass_the_table() -> None:
         (torch.int64, [0, 1, 15, 65536 + 3], lambda lens: lens.short()),
         (torch.int64, [0, 1, 15, 256 + 3], lambda lens: lens.to(torch.int8).long()),
     ],
-    ids=str,
+    ids=["uint8 below 0", "uint8 past 255", "int8 past 127", "int16 past 32767", "cut to int16", "cut to int8"],
 )
 def test_integers_that_wrap_around(dtype: torch.dtype, given: list[int], end: Callable[[Tensor], Tensor]) -> None:
     """A length computed in 8 or 16 bits is what those bits hold, before and after it is put together with others."""
