@@ -69,6 +69,7 @@ def _build(emit: Emitter, reader: Reader, roles: Roles, cache_dtype: torch.dtype
     v_cache = _cache(
         emit, reader, roles.value, [_list(roles.page), _list(roles.slot), [*roles.head], [*roles.value_dim]], whole
     )
+    _same_pages(k_cache, v_cache)
     table = _table(emit, roles, k_cache)
     optional: dict[str, Any] = {
         "k_scale": _kv_scale(emit, roles, roles.key, 1.0, cache_dtype),
@@ -98,6 +99,14 @@ def _build(emit: Emitter, reader: Reader, roles: Roles, cache_dtype: torch.dtype
     result = _in_shape(emit, out, roles, tokens, heads)
     dtype = _tensor(attention.anchor).dtype
     return result if dtype == query_dtype else emit.call("to", result, dtype)
+
+
+def _same_pages(k_cache: Node, v_cache: Node) -> None:
+    """Refuse caches that are known to differ in pages or page size, as where ids count from another page in each."""
+    for name, k_size, v_size in zip(("pages", "slots"), shape_of(k_cache)[:2], shape_of(v_cache)[:2], strict=True):
+        difference = k_size - v_size
+        if difference.is_Integer and difference != 0:
+            raise Rejected("layout", f"K is read from {k_size} {name} and V from {v_size}")
 
 
 def _query(emit: Emitter, reader: Reader, ref: Ref, groups: Groups, dtype: torch.dtype) -> Node:
