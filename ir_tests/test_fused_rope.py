@@ -157,6 +157,24 @@ def test_compiled_nothing_is_copied() -> None:
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
+def test_compiled_it_is_found_behind_reshapes_and_views_that_come_late() -> None:
+    """Inductor makes reshapes of views, and may compute those of the query after the write."""
+    torch.manual_seed(0)
+    tables = HALF_COS[:, None], HALF_SIN[:, None]
+    with torch.no_grad():
+        model = Qwen(nn.RMSNorm)
+        args, expected_args = (*inputs(torch.float32, flat=True), *tables), (*inputs(torch.float32, flat=True), *tables)
+        actual = torch.compile(model, backend="tcport", fullgraph=True)(*args)
+        torch.testing.assert_close(actual, model(*expected_args), rtol=1e-5, atol=1e-5)
+    for a, b in zip(args[3:5], expected_args[3:5], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+    report = tcport.last_report()
+    assert report is not None
+    (fused,) = (p for p in report.graphs[0].passes if p.name == "fuse_rope_write")
+    assert fused.matches == 1, fused.notes
+    assert fused.saved_operations > 0
+
+
 def test_a_gpu_gets_the_kernel_unless_the_cache_is_quantised() -> None:
     fn, tables = SPELLINGS["even and odd"]
     h200 = catalogue_profile("h200")

@@ -7,7 +7,8 @@ Rules:
     2. Between a rotation and its use there may be views that keep heads whole.
     3. Both are rotated by the same tables, which are the same for every head.
     4. Norms right before both rotations are taken in, where they have one epsilon and no other users.
-    5. Where a rotated tensor has other users, or the query comes after the write, everything stays as it is.
+    5. Where a rotated tensor has other users, or what is rotated needs the write, everything stays as it is; what only
+       stands after the write, as Inductor may order it, is moved before it.
 
 Saves: of query and key, the load and store before the write; of compiled code, a kernel a layer.
 
@@ -25,6 +26,7 @@ import torch
 import torch.fx
 
 from tcport import rope_op as rope_op  # defines the operator
+from tcport.effects import has_effect, writes_in_place
 from tcport.functional_write import FunctionalWrite, is_view, named_arguments, written_by
 from tcport.graph_facts import has_values
 from tcport.graph_pass import PassContext, register_pass
@@ -36,6 +38,7 @@ from tcport.pattern_match import Found, outside_user
 aten = torch.ops.aten
 _VIEWS = (
     aten.view.default,
+    aten.reshape.default,  # what Inductor makes of a view
     aten.permute.default,
     aten.transpose.int,
     aten.select.int,
@@ -136,10 +139,24 @@ def _obstacle(
     for side in (query, key):
         if (user := outside_user(side.part.bindings.root, (write.node, attention))) is not None:
             return f"{user.name} uses the rotated {side.part.bindings.root.name} too"
-        if order[side.source] > order[write.node]:
+        if order[side.source] > order[write.node] and _late(side.source, write, order) is None:
             return f"{side.source.name} is computed after {write.node.name}"
     dtypes = {side.source.meta["val"].dtype for side in (query, key)}
     return None if len(dtypes) == 1 else "query and key have different dtypes"
+
+
+def _late(source: torch.fx.Node, write: FunctionalWrite, order: dict[torch.fx.Node, int]) -> list[torch.fx.Node] | None:
+    """What a tensor needs that stands after a write, in order; None where that needs the write, or has an effect."""
+    late, open_ = set(), [source]
+    while open_:
+        node = open_.pop()
+        if node is write.node or (order[node] > order[write.node] and has_effect(node)):
+            return None
+        if order[node] > order[write.node] and node not in late:
+            late.add(node)
+            open_ += node.all_input_nodes
+    between = (node for node, at in order.items() if order[write.node] < at < order[source])
+    return None if any(map(writes_in_place, between)) else sorted(late, key=order.__getitem__)
 
 
 def _tables(side: _Side) -> tuple[str, ...]:
@@ -178,6 +195,9 @@ def _fuse(
         node.meta["val"] = derive(node)
         return node
 
+    order = {node: number for number, node in enumerate(graph.nodes)}
+    for node in _late(query.source, write, order) or ():
+        write.node.prepend(node)
     norms = _norms(query, key)
     chains = [(norms[i] if norms else None, side) for i, side in enumerate((query, key))]
     with graph.inserting_before(write.node):
@@ -246,7 +266,7 @@ def _table(table: torch.fx.Node, key: _Side, call: Any) -> torch.fx.Node | None:
     table = call(aten.expand.default, table, [*sizes, width])
     for view in reversed(key.views):
         args = list(view.args[1:])
-        if view.target is aten.view.default and args[0][-1] != -1:  # type: ignore[index]
+        if view.target in (aten.view.default, aten.reshape.default) and args[0][-1] != -1:  # type: ignore[index]
             args = [[*args[0][:-1], width]]  # type: ignore[index]
         table = call(view.target, table, *args)
     value = table.meta["val"]
