@@ -26,9 +26,14 @@ def w4a16_matmul(
 
     Source: GPTQ, arXiv:2210.17323; the layout is that of its reference code's CUDA kernel.
     """
+    weight = dequantised(packed, scales, zeros)
+    return (x.to(compute_dtype) @ weight.to(compute_dtype)).to(x.dtype)
+
+
+def dequantised(packed: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+    """The weights ``[K, N]`` in the dtype of their scales; arguments as of :func:`w4a16_matmul`."""
     shifts = torch.arange(0, 4 * PER_WORD, 4, dtype=torch.int32, device=packed.device)
     words, (groups, width) = packed[:, None, :] >> shifts[None, :, None], scales.shape
     levels = (words & 15).reshape(groups, -1, width)
     centred = levels - (8 if zeros is None else zeros[:, None, :])
-    weight = (centred * scales[:, None, :]).reshape(-1, width)
-    return (x.to(compute_dtype) @ weight.to(compute_dtype)).to(x.dtype)
+    return (centred * scales[:, None, :]).reshape(-1, width)

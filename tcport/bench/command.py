@@ -18,9 +18,12 @@ from rich.table import Table
 from tcport.bench.cases import SUITES, Case, parse_case
 from tcport.errors import ArgumentError, TcportError
 
+FUSIONS = "fusions"
+"""The suite that is no set of attention calls, see :mod:`tcport.bench.fusions`."""
+
 
 def bench(
-    suite: Annotated[str, typer.Option(help=f"{', '.join(SUITES)}, all, or none.")] = "all",
+    suite: Annotated[str, typer.Option(help=f"{', '.join(SUITES)}, all of these, fusions, or none.")] = "all",
     case: Annotated[list[str] | None, typer.Option(help="Such as 'h32-8 d128 b64 c8192 p16'; repeatable.")] = None,
     peers: Annotated[str, typer.Option(help="Names separated by commas; all, or none.")] = "all",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every figure here.")] = None,
@@ -29,11 +32,11 @@ def bench(
     """Time the kernels on this machine's CUDA GPU, beside a kernel that only reads the pages and beside peers."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     try:
-        cases = chosen_cases(suite, case or [])
+        cases = chosen_cases(suite, case or []) if suite != FUSIONS else _no_cases(case, plot)
         named = chosen_peers(peers)
         _check_files(json_file, plot)
         _need_gpu()
-        rows = _measured(console, cases, named)
+        rows = _measured_fusions(console) if suite == FUSIONS else _measured(console, cases, named)
     except TcportError as error:
         console.print(escape(str(error)), style="red")
         raise typer.Exit(1) from error
@@ -41,6 +44,8 @@ def bench(
         json_file.write_text(json.dumps({**environment(), "rows": rows}, indent=2) + "\n", encoding="utf-8")
     if plot:
         draw(rows, plot)
+    if any("wrong" in row for row in rows):
+        raise typer.Exit(1)
 
 
 def sweep(
@@ -79,7 +84,7 @@ def sweep(
 def chosen_cases(suite: str, spelt: list[str]) -> list[Case]:
     """The cases of a suite, then those spelt out; spelt cases alone need ``--suite none``, or no suite beside them."""
     if suite not in (*SUITES, "all", "none"):
-        raise ArgumentError(f"There is no suite {suite!r}.", f"Choose from {', '.join(SUITES)}, all, none.")
+        raise ArgumentError(f"There is no suite {suite!r}.", f"Choose from {', '.join(SUITES)}, all, {FUSIONS}, none.")
     own = [parse_case(text) for text in spelt]
     if suite == "none" or (suite == "all" and own):
         return own
@@ -156,6 +161,43 @@ def _measured(console: Console, cases: list[Case], peers: list[str]) -> list[dic
         )
         rows.append(row.to_dict())
     console.print(table)
+    return rows
+
+
+def _no_cases(case: list[str] | None, plot: Path | None) -> list[Case]:
+    if case or plot:
+        raise ArgumentError(
+            "The suite 'fusions' takes no --case and no --plot.", "Measure attention in a run of its own."
+        )
+    return []
+
+
+def _measured_fusions(console: Console) -> list[dict[str, Any]]:
+    from tcport.bench.accuracy import WrongResultError
+    from tcport.bench.fusion_cases import fusions
+    from tcport.bench.fusions import OURS, measure_fusion
+
+    table = Table("fusion", "tcport us", "GB/s", "error", "their time over ours (goal)")
+    rows: list[dict[str, Any]] = []
+    try:
+        for fusion in fusions():
+            try:
+                with console.status(escape(fusion.name)):
+                    row = measure_fusion(fusion)
+            except WrongResultError as error:
+                table.add_row(escape(fusion.name), "", "", "", escape(str(error)), style="red")
+                rows.append({"name": fusion.name, "wrong": str(error)})
+                continue
+            beside = [
+                f"{name} {ratio:.2f}x" + (f" ({row.goals[name]:g})" if name in row.goals else "")
+                for name, ratio in row.ratios.items()
+            ]
+            time = row.times[OURS]
+            numbers = (f"{time:.1f}", f"{row.moved / time / 1e3:.0f}", f"{row.error:.1e}")
+            table.add_row(fusion.name, *numbers, escape(", ".join(beside)), style="yellow" if row.missed else None)
+            rows.append(row.to_dict())
+    finally:
+        console.print(table)  # what was measured, also where something ends the run
     return rows
 
 
