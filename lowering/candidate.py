@@ -28,6 +28,26 @@ class Verdict:
 
 
 @dataclasses.dataclass(frozen=True)
+class Terms:
+    """What the options of a compile allow, for a kernel that hands calls on when it runs.
+
+    A launcher carries them (``launch.terms``) to the ``run`` of a candidate that is being traced.
+
+    Attributes:
+        kernels: names of the only kernels to try; none: all of them.
+        strict: a kernel that fails is an error.
+    """
+
+    kernels: tuple[str, ...] = ()
+    strict: bool = False
+
+    @staticmethod
+    def of(kernel: str | tuple[str, ...] | None, strict: bool) -> Terms:
+        """From the options ``kernel`` and ``strict``."""
+        return Terms((kernel,) if isinstance(kernel, str) else tuple(kernel or ()), strict)
+
+
+@dataclasses.dataclass(frozen=True)
 class Candidate:
     """One way to carry out a node.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from tcport.inference_only import forbid_backward
 from tcport.ir import AttentionSpec, KVLayout, TileConfig
 from tcport.kernels import hopper_prefill
 from tcport.kernels.call import AttentionCall, Launcher
-from tcport.lowering.candidate import Candidate, Verdict
+from tcport.lowering.candidate import Candidate, Terms, Verdict
 from tcport.lowering.registry import Answer, register_lowering
 from tcport.lowering.spec import attention_spec, opened
 from tcport.tiling.hopper import rank_hopper_tiles
@@ -49,7 +50,7 @@ def hopper_attention(spec: AttentionSpec, profile: DeviceProfile) -> Answer:
 
     def run(call: AttentionCall, launch: Launcher) -> tuple[Tensor, Tensor]:
         if launch is torch.library.wrap_triton or getattr(launch, "traced", False):
-            return _call_twin(call)
+            return _call_twin(call, getattr(launch, "terms", Terms()))
         return hopper_prefill.hopper_prefill(call, tile, launch)
 
     return Candidate("hopper_prefill", "tuned", run, tile, why=_WHY, aside=lambda call: _misfit(call, units))
@@ -123,22 +124,29 @@ def _misfit(call: AttentionCall, units: int) -> str | None:
     return few or hopper_prefill.misfit(call)
 
 
-def _call_twin(call: AttentionCall) -> tuple[Tensor, Tensor]:
+def _call_twin(call: AttentionCall, terms: Terms) -> tuple[Tensor, Tensor]:
     """In traced code the kernel is one opaque operator: Inductor cannot print Gluon, nor descriptors of addresses."""
     options = {name: value for name, value in vars(call).items() if name not in _POSITIONAL}
-    return torch.ops.tcport.hopper_prefill.default(*(getattr(call, name) for name in _POSITIONAL), **options)
+    positional = (getattr(call, name) for name in _POSITIONAL)
+    return torch.ops.tcport.hopper_prefill.default(
+        *positional, **options, kernels=list(terms.kernels) or None, strict=terms.strict
+    )
 
 
-def _run_twin(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+def _run_twin(
+    *args: Any, kernels: Sequence[str] | None = None, strict: bool = False, **options: Any
+) -> tuple[Tensor, Tensor]:
     call = AttentionCall.of(*args, **options)
     profile = device_profile(call.query.device)
     if _misfit(call, profile.compute_units or 1) is not None:
-        # The operator itself goes down the chain, past this kernel and past what has failed on this device.
+        # Down the chain, past this kernel and past what has failed on this device, as far as the options allow.
+        if kernels or strict:
+            return torch.ops.tcport.paged_attention_on_terms.default(*args, **options, kernels=kernels, strict=strict)
         return torch.ops.tcport.paged_attention.default(*args, **options)
     tile = rank_hopper_tiles(opened(attention_spec(call)), profile).configs[0]
     return hopper_prefill.hopper_prefill(call, tile, lambda kernel: kernel)
 
 
 _POSITIONAL = ("query", "k_cache", "v_cache", "block_table", "seq_lens", "cu_seqlens_q")
-ops.define_twin("hopper_prefill", "paged_attention", _run_twin)
+ops.define_twin("hopper_prefill", "paged_attention", _run_twin, more="str[]? kernels=None, bool strict=False")
 forbid_backward(ops.LIBRARY, "hopper_prefill")

@@ -21,7 +21,7 @@ from tcport.errors import TcportError
 from tcport.fingerprint import fingerprint
 from tcport.functional_write import memory_of
 from tcport.graph_pass import STAGES, PassContext, Stage
-from tcport.lowering.candidate import Candidate
+from tcport.lowering.candidate import Candidate, Terms
 from tcport.lowering.operators import NodeChoice, Operator, all_operators, call_of_node, choose, device_of, operator_of
 from tcport.lowering.registry import registered_operators, rows
 from tcport.lowering.results import check_results
@@ -172,7 +172,8 @@ class Attempt:
         return entrants
 
     def _emission(self, node: torch.fx.Node, choice: NodeChoice, link: Candidate, why: str = "") -> _inductor.Emission:
-        emitted = Emitted(node.name, choice, link)
+        terms = Terms.of(self.options.kernel, self.options.strict)
+        emitted = Emitted(node.name, choice, link, terms=terms)
         self.emitted.append(emitted)
         self.report.nodes.append(node_report(node, choice, link, why))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection
 from typing import Any
 
 from tcport import history, quarantine
@@ -10,11 +11,18 @@ from tcport.bundle.store import named_folders
 from tcport.cache_folders import settle_cache_folders
 from tcport.counting import count
 from tcport.device import DeviceProfile, device_profile, refreshes
-from tcport.errors import KernelBuildError, KernelLaunchError, NoCandidateError, OutOfResourcesError, SelfTestError
+from tcport.errors import (
+    KernelBuildError,
+    KernelLaunchError,
+    NoCandidateError,
+    OutOfResourcesError,
+    SelfTestError,
+    TcportError,
+)
 from tcport.failures import cause_of, class_name, details, first_line, raise_if_sticky
 from tcport.ir import TileConfig
 from tcport.logs import logger
-from tcport.lowering.candidate import Candidate, Rejection
+from tcport.lowering.candidate import Candidate
 from tcport.lowering.operators import NodeChoice, Operator, choose_for, device_of
 from tcport.lowering.registry import Kernels, generation
 from tcport.lowering.results import check_call_results
@@ -42,13 +50,17 @@ def run(operator: Operator, call: Any, *, kernel: Kernels = None, strict: bool =
     """
     profile = device_profile(device_of(call))
     state = (generation(), named_folders(), refreshes())
-    choice = _choice(operator, opened(operator.spec(call)), profile, kernel, strict, state)
-    aside: list[Rejection] = []
-    for candidate in survivors(choice):
-        if quarantine.reason(choice, candidate) is not None:
-            continue  # it was lost together with the one before
-        if (why := candidate.aside(call)) is not None:
-            aside.append(Rejection(str(candidate), why))
+    choice = _choice(operator, opened(operator.spec(call)), profile, kernel, state)
+    aside: list[tuple[Candidate, str]] = []
+    lost: list[tuple[Candidate, FallbackReason]] = []
+    for candidate in choice.selection.candidates:
+        if (why := _aside(candidate, call)) is not None:
+            aside.append((candidate, why))
+            continue
+        if (reason := quarantine.reason(choice, candidate)) is not None:
+            if strict:
+                raise _failed_before(candidate, operator.name, reason)
+            lost.append((candidate, reason))
             continue
         kernel_now, result = candidate, None
         try:
@@ -61,13 +73,19 @@ def run(operator: Operator, call: Any, *, kernel: Kernels = None, strict: bool =
             cause = cause_of(error)
             if cause is None or kernel_now.plain:
                 raise
-            step_down(choice, candidate, kernel_now, error, cause, strict=strict)
-    if aside:
-        raise NoCandidateError(
-            f"No kernel takes this {operator.name} call: {'; '.join(map(str, aside))}.",
-            "Drop the option 'kernel' to allow other kernels.",
-        )
-    raise _no_link_left(choice, choice.selection.candidates[-1], None)
+            step_down(choice, candidate, kernel_now, error, cause, strict=strict, aside=[link for link, _ in aside])
+    if lost:
+        raise _no_link_left(choice, *lost[0])
+    raise NoCandidateError(
+        f"No kernel takes this {operator.name} call: {'; '.join(f'{link}: {why}' for link, why in aside)}.",
+        "Drop the option 'kernel' to allow other kernels.",
+    )
+
+
+def _aside(candidate: Candidate, call: Any) -> str | None:
+    """Why any kernel of a candidate is not for a call."""
+    said = (kernel.aside(part) for kernel, part in candidate.steps(call))
+    return next((why for why in said if why is not None), None)
 
 
 def survivors(choice: NodeChoice) -> list[Candidate]:
@@ -76,19 +94,32 @@ def survivors(choice: NodeChoice) -> list[Candidate]:
     Raises:
         KernelBuildError: every kernel that the options allow has failed before.
     """
-    left = [c for c in choice.selection.candidates if quarantine.reason(choice, c) is None]
+    left: list[Candidate] = []
+    lost: list[tuple[Candidate, FallbackReason]] = []
+    for candidate in choice.selection.candidates:
+        reason = quarantine.reason(choice, candidate)
+        if reason is None:
+            left.append(candidate)
+        else:
+            lost.append((candidate, reason))
     if not left:
-        first = choice.selection.candidates[0]
-        raise _no_link_left(choice, first, quarantine.reason(choice, first))
+        raise _no_link_left(choice, *lost[0])
     return left
 
 
 def screened(choice: NodeChoice, *, node: str = "", strict: bool = False) -> NodeChoice:
     """The choice, after kernels whose self-test gave wrong numbers on this device have been left.
 
+    Args:
+        node: the graph node; default: the operator.
+        strict: it is an error where the first link is lost, now or before.
+
     Raises:
         KernelBuildError: see :func:`step_down`.
     """
+    first = choice.selection.candidates[0]
+    if strict and (lost := quarantine.reason(choice, first)) is not None:
+        raise _failed_before(first, node or choice.operator.name, lost)
     for candidate in choice.selection.candidates:
         for kernel in candidate.kernels:
             if not kernel.needs_compiler or quarantine.reason(choice, candidate) is not None:
@@ -101,7 +132,8 @@ def screened(choice: NodeChoice, *, node: str = "", strict: bool = False) -> Nod
                     f"A self-test on this device, driver and compiler: {wrong}.",
                     "Report it with the versions that 'python -m tcport doctor' prints.",
                 )
-                step_down(choice, candidate, kernel, error, "wrong numbers", node=node, strict=strict)
+                forbidden = strict and candidate is first
+                step_down(choice, candidate, kernel, error, "wrong numbers", node=node, strict=forbidden)
     return choice
 
 
@@ -114,6 +146,7 @@ def step_down(
     *,
     node: str = "",
     strict: bool = False,
+    aside: Collection[Candidate] = (),
 ) -> FallbackReason:
     """Quarantine a kernel that failed and record what takes its place.
 
@@ -123,6 +156,7 @@ def step_down(
         candidate: the link that was tried. failed: the kernel of it that failed, the link itself where it is but one.
         node: the graph node; default: the operator.
         strict: the step is an error.
+        aside: links that are not for the call at hand, and take nothing's place.
 
     Raises:
         KernelBuildError, OutOfResourcesError, KernelLaunchError: the options forbid the step, or nothing is left.
@@ -136,17 +170,16 @@ def step_down(
     left = [
         link
         for link in choice.selection.candidates
-        if not lost.keys() & set(quarantine.keys_of(choice, link).values()) and quarantine.reason(choice, link) is None
+        if link not in aside
+        and not lost.keys() & set(quarantine.keys_of(choice, link).values())
+        and quarantine.reason(choice, link) is None
     ]
     to = _replacement(candidate, failed, left[0], cause) if left else "nothing"
     reason = FallbackReason(
         node or choice.operator.name, str(failed), to, cause, class_name(error), first_line(error), details(error)
     )
     if strict:
-        raise _error(cause)(
-            f"{failed} for {reason.node} failed ({cause}): {reason.error}: {reason.message.rstrip('.')}.",
-            "Drop the option 'strict' to go on with the next kernel.",
-        ) from error
+        raise _forbidden(failed, reason.node, "failed", reason) from error
     for key in lost:
         quarantine.add(key, reason)
     history.record_fallback(reason)
@@ -164,26 +197,38 @@ def _replacement(candidate: Candidate, failed: Candidate, following: Candidate, 
     return str(following.kernels[candidate.kernels.index(failed)])
 
 
-def _no_link_left(choice: NodeChoice, failed: Candidate, reason: FallbackReason | None) -> Exception:
-    cause = reason.cause if reason else "build"
-    said = f": {reason.error}: {reason.message}" if reason else ""
-    return _error(cause)(
+def _failed_before(candidate: Candidate, node: str, reason: FallbackReason) -> TcportError:
+    return _forbidden(candidate, node, f"is not tried again: {reason.kernel} failed", reason)
+
+
+def _forbidden(candidate: Candidate, node: str, how: str, reason: FallbackReason) -> TcportError:
+    return _last_word(
+        reason.cause,
+        f"{candidate} for {node} {how} ({reason.cause}): {reason.error}: {reason.message.rstrip('.')}.",
+        "Drop the option 'strict' to go on with the next kernel.",
+    )
+
+
+def _no_link_left(choice: NodeChoice, failed: Candidate, reason: FallbackReason) -> TcportError:
+    return _last_word(
+        reason.cause,
         f"No kernel is left for {choice.operator.name} on {choice.profile.name or choice.profile.vendor}; "
-        f"{failed} failed ({cause}){said}.",
+        f"{failed} failed ({reason.cause}): {reason.error}: {reason.message}.",
         "Drop the option 'kernel' to allow other kernels; tcport.history.fallbacks() has every step.",
     )
 
 
-def _error(cause: Cause) -> type[KernelBuildError] | type[KernelLaunchError]:
-    return {"launch": KernelLaunchError, "resources": OutOfResourcesError}.get(cause, KernelBuildError)
+def _last_word(cause: Cause, said: str, remedy: str) -> TcportError:
+    kinds: dict[Cause, type[TcportError]] = {"launch": KernelLaunchError, "resources": OutOfResourcesError}
+    error = kinds.get(cause, KernelBuildError)(said, remedy)
+    error.final = True
+    return error
 
 
 @functools.lru_cache(maxsize=4096)
-def _choice(
-    operator: Operator, spec: Any, profile: DeviceProfile, kernel: Kernels, strict: bool, state: object
-) -> NodeChoice:
+def _choice(operator: Operator, spec: Any, profile: DeviceProfile, kernel: Kernels, state: object) -> NodeChoice:
     settle_cache_folders()
-    return screened(choose_for(operator, spec, profile, kernel), strict=strict)
+    return screened(choose_for(operator, spec, profile, kernel))
 
 
 def _launch(kernel: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,13 @@ def _paged_attention(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
         with debug.poisoned():
             return chain.run(PAGED_ATTENTION, call)
     return chain.run(PAGED_ATTENTION, call)
+
+
+def _on_terms(*args: Any, kernels: Sequence[str] | None, strict: bool, **options: Any) -> tuple[Tensor, Tensor]:
+    """What a kernel of compiled code hands on, under the options that the code was compiled with."""
+    checks.check_paged_attention(*args, **options)
+    call = PAGED_ATTENTION.call(*args, **options)
+    return chain.run(PAGED_ATTENTION, call, kernel=tuple(kernels or ()) or None, strict=strict)
 
 
 def _kv_write(*args: Any, **options: Any) -> None:
@@ -48,5 +56,6 @@ def _count_write(*caches: Tensor) -> None:
 
 
 ops.LIBRARY.impl("paged_attention", _paged_attention, "CompositeExplicitAutograd")
+ops.define_twin("paged_attention_on_terms", "paged_attention", _on_terms, more="str[]? kernels, bool strict")
 ops.LIBRARY.impl("kv_write", _kv_write, "CompositeExplicitAutograd")
 ops.LIBRARY.impl("write_and_attend", _write_and_attend, "CompositeExplicitAutograd")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tcport._inductor_blame import noting_calls
-from tcport.lowering.candidate import Candidate
+from tcport.lowering.candidate import Candidate, Terms
 from tcport.lowering.operators import NodeChoice
 from tcport.lowering.results import check_call_results
 
@@ -29,6 +29,7 @@ class Emitted:
         calls: of each operator that is called as it is, opaque to the compiler: the kernel of the candidate that calls
             it, the operator's name, and its strings and floats as code spells them.
         running: the kernel that was traced last.
+        terms: what holds for a call that a kernel hands on when it runs.
     """
 
     node: str
@@ -37,6 +38,7 @@ class Emitted:
     launches: list[tuple[Candidate, str, dict[str, int]]] = dataclasses.field(default_factory=list)
     calls: list[tuple[Candidate, str, tuple[str, ...]]] = dataclasses.field(default_factory=list)
     running: Candidate | None = None
+    terms: Terms = dataclasses.field(default_factory=Terms)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The node's results from its arguments, for tracing."""
@@ -84,7 +86,7 @@ class Emitted:
     def _launcher(self, kernel: Candidate) -> Callable[[Any], Any]:
         if not kernel.needs_compiler:
             return torch.library.wrap_triton
-        return _NotingLauncher(lambda name, constants: self.launches.append((kernel, name, constants)))
+        return _NotingLauncher(lambda name, constants: self.launches.append((kernel, name, constants)), self.terms)
 
 
 class _NotingLauncher:
@@ -92,8 +94,9 @@ class _NotingLauncher:
 
     traced = True
 
-    def __init__(self, note: Note) -> None:
+    def __init__(self, note: Note, terms: Terms) -> None:
         self._note = note
+        self.terms = terms
 
     def __call__(self, kernel: Any) -> _NotedKernel:
         return _NotedKernel(kernel, self._note)

@@ -9,7 +9,12 @@ class TcportError(Exception):
     Args:
         cause: one sentence: what was given (or what happened) and what is allowed.
         remedy: one sentence: what the reader should do next.
+
+    Attributes:
+        final: a chain's last word (a step that ``strict`` forbids, no link left): it blames no kernel around it.
     """
+
+    final = False
 
     def __init__(self, cause: str, remedy: str) -> None:
         super().__init__(cause, remedy)

@@ -49,7 +49,7 @@ def cause_of(error: BaseException) -> Cause | None:
     """Why the kernel that raised ``error`` cannot be had here; None when the error says nothing about the kernel.
 
     None covers errors in the call itself, memory that ran out, and plain bugs: another kernel would meet them too, or
-    would hide them.
+    would hide them. It covers the last word of a chain within the kernel, too, which has named its own.
     """
     chain = list(_causes(error))
     if any(isinstance(e, (torch.OutOfMemoryError, MemoryError)) for e in chain):
@@ -110,6 +110,8 @@ def own_error(error: BaseException) -> TcportError | None:
 
 
 def _cause_of_own(error: TcportError) -> Cause | None:
+    if error.final:
+        return None
     kinds: tuple[tuple[type[TcportError], Cause], ...] = (
         (OutOfResourcesError, "resources"),
         (SelfTestError, "wrong numbers"),

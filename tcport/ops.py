@@ -258,18 +258,18 @@ def define_twin(name: str, of: str, run: Callable[..., Any], *, more: str = "") 
     """Define an operator that takes and returns what another does, for code that must call one kernel and no other.
 
     Args:
-        more: one argument besides, by name, that the result's shape does not depend on, such as ``"str tile"``.
+        more: arguments besides, by name, that the result's shape does not depend on, such as ``"str tile"``.
     """
     arguments, fake = _DEFINED[of]
     if more:
         arguments = arguments.replace(") -> ", f", {more}) -> ")
-        fake = _without(more.split()[-1], fake)
+        fake = _without({one.split()[-1].partition("=")[0] for one in more.split(",")}, fake)
     _define(name, arguments, fake)
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
 
 
-def _without(extra: str, fake: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **options: fake(*args, **{name: value for name, value in options.items() if name != extra})
+def _without(extra: set[str], fake: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **options: fake(*args, **{name: value for name, value in options.items() if name not in extra})
 
 
 _DEFINED: dict[str, tuple[str, Callable[..., Any]]] = {}
