@@ -16,11 +16,8 @@ from tcport.bench.cases import SUITES, Case, parse_case, ragged
 from tcport.bench.command import chosen_cases, chosen_peers, draw
 from tcport.bench.inputs import Inputs, make_inputs
 from tcport.bench.peers import PEERS
-from tcport.bench.sweep import SHAPES, Sweep, geometric_mean, tiles_of
 from tcport.cli import app
-from tcport.device import catalogue_profile, override_profile
 from tcport.errors import ArgumentError
-from tcport.ir import TileConfig
 
 SMALL = {
     "decode": Case("decode", (40, 7, 33), heads=(6, 2), dims=(24, 16), page=4),
@@ -160,53 +157,3 @@ def test_the_picture_has_a_bar_for_each_time(tmp_path: Path) -> None:
     text = (tmp_path / "times.svg").read_text()
     assert text.startswith("<?xml")
     assert "gather + SDPA" in text or "gather" in text
-
-
-def test_the_sweeps_shapes_are_many_and_of_every_kind() -> None:
-    assert len({case.name for case in SHAPES}) == len(SHAPES) >= 40
-    assert {case.kind for case in SHAPES} == {"decode", "prefill", "mixed"}
-    assert any(case.q_lens and case.kind == "decode" for case in SHAPES)
-    assert any(len(set(case.lens)) > 10 for case in SHAPES)
-
-
-def test_a_sweep_compares_the_first_choice_with_the_best() -> None:
-    tiles = [TileConfig(16, n, 2, 2) for n in (16, 32, 64)]
-    case = parse_case("b1 c64")
-    fair = Sweep(case, ((tiles[0], 11.0), (tiles[1], 10.0), (tiles[2], 30.0)), ())
-    perfect = Sweep(case, ((tiles[0], 5.0), (tiles[1], 6.0)), ((tiles[2], "out of resource"),))
-    assert (fair.first, fair.best, fair.ratio) == ((tiles[0], 11.0), (tiles[1], 10.0), 1.1)
-    assert perfect.ratio == 1.0
-    assert geometric_mean([fair, perfect]) == pytest.approx(1.1**0.5)
-    assert perfect.to_dict()["refused"] == [["16x64 w2 st2", "out of resource"]]
-
-
-def test_a_sweep_tries_other_split_counts() -> None:
-    (inputs,) = make_inputs(parse_case("h8-8 d64 b1 c4096"), "cpu", copies=1)
-    with override_profile(dataclasses.replace(catalogue_profile("h200"), device_type="cpu")):
-        tiles = tiles_of(inputs)
-    by_shape: dict[tuple[int, ...], list[int]] = {}
-    for tile in tiles:
-        shape = (tile.block_m, tile.block_n, tile.num_warps, tile.num_stages)
-        by_shape.setdefault(shape, []).append(int(tile.num_splits))
-    assert len(tiles) == len(set(tiles))
-    for first, *others in by_shape.values():
-        assert sorted(others) == sorted({max(1, first // 2), first * 2} - {first}) or first == 1
-
-
-@pytest.mark.gpu
-def test_a_sweep_runs(tmp_path: Path) -> None:
-    file = tmp_path / "sweep.json"
-    result = CliRunner().invoke(app, ["sweep", "--case", "h8-2 d64 b2 c128", "--jobs", "8", "--json", str(file)])
-    assert result.exit_code == 0, result.output
-    assert "geometric mean" in result.output
-    assert '"timings"' in file.read_text()
-
-
-@pytest.mark.gpu
-def test_a_case_is_measured(tmp_path: Path) -> None:
-    file = tmp_path / "rows.json"
-    case = ["--case", "h8-2 d64 b4 c256", "--case", "b1 c256 write"]
-    result = CliRunner().invoke(app, ["bench", *case, "--peers", "gather + SDPA,index_put", "--json", str(file)])
-    assert result.exit_code == 0, result.output
-    assert "h8-2 d64 b4 c256" in result.output
-    assert '"time_over_bound"' in file.read_text()

@@ -115,6 +115,15 @@ def compile_launch(launch: Launch, target: GPUTarget, known: Specialisation | No
         return triton.compile(source, target=target, options=dict(launch.options))
 
 
+def compile_ahead(launch: Launch, target: GPUTarget) -> None:
+    """Compile a launch into Triton's cache, where the JIT of a process that has the GPU finds it.
+
+    By way of the JIT itself: what it takes for a constant is part of the name under which it looks.
+    """
+    with targeting(target):
+        launch.kernel.warmup(grid=launch.grid, **launch.arguments, **launch.options)
+
+
 def _source(kernel: Any) -> type[ASTSource]:
     """The front end that a kernel is written for: Triton's, or Gluon's."""
     if not kernel.is_gluon():

@@ -40,7 +40,9 @@ def converts_e4m3(device: torch.device) -> bool:
 
 
 class _AbsentDevice:
-    """The one answer that a compile wants from Triton's driver."""
+    """The answers that a compile wants from Triton's driver."""
 
     def __init__(self, target: GPUTarget) -> None:
         self.get_current_target = lambda: target
+        self.get_current_device = lambda: 0
+        self.get_current_stream = lambda device: 0

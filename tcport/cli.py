@@ -15,7 +15,8 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from tcport.bench.command import bench, sweep
+from tcport.bench.command import bench
+from tcport.bench.sweep_command import sweep
 from tcport.bench.tune_command import tune
 from tcport.bundle.command import app as bundle_app
 from tcport.device import FACTS, DeviceProfile, catalogue, catalogue_profile, device_profile, load_profile

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -46,39 +45,6 @@ def bench(
         draw(rows, plot)
     if any("wrong" in row for row in rows):
         raise typer.Exit(1)
-
-
-def sweep(
-    case: Annotated[list[str] | None, typer.Option(help="A case as bench takes it; default: all shapes.")] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes that compile.")] = os.cpu_count() or 1,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write every time here.")] = None,
-) -> None:
-    """Time every legal tile of each shape, and say how far the optimizer's first choice is from the best."""
-    from tcport.bench.sweep import SHAPES, geometric_mean
-    from tcport.bench.sweep import sweep as sweep_case
-
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
-    try:
-        shapes = [parse_case(text) for text in case or []] or SHAPES
-        _check_files(json_file, None)
-        _need_gpu()
-        sweeps = []
-        for shape in shapes:
-            with console.status(escape(shape.name)):
-                sweeps.append(sweep_case(shape, jobs))
-    except TcportError as error:
-        console.print(escape(str(error)), style="red")
-        raise typer.Exit(1) from error
-    table = Table("shape", "tiles", "first us", "best us", "ratio", "first", "best")
-    for each in sweeps:
-        (first, first_us), (best, best_us) = each.first, each.best
-        numbers = (f"{first_us:.1f}", f"{best_us:.1f}", f"{each.ratio:.3f}")
-        table.add_row(escape(each.case.name), str(len(each.timings)), *numbers, str(first), str(best))
-    console.print(table)
-    console.print(f"geometric mean {geometric_mean(sweeps):.3f}, worst {max(each.ratio for each in sweeps):.3f}")
-    if json_file:
-        rows = [each.to_dict() for each in sweeps]
-        json_file.write_text(json.dumps({**environment(), "sweeps": rows}, indent=1) + "\n", encoding="utf-8")
 
 
 def chosen_cases(suite: str, spelt: list[str]) -> list[Case]:

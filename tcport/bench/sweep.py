@@ -3,23 +3,47 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-import multiprocessing
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from tcport.bench.accuracy import check
-from tcport.bench.cases import Case, ragged
-from tcport.bench.inputs import Inputs, make_inputs
-from tcport.bench.timing import microseconds
-from tcport.device import device_profile
-from tcport.failures import cause_of
+from tcport.bench.accuracy import WrongResultError, check, sample
+from tcport.bench.cases import Case
+from tcport.bench.inputs import Inputs, copies_of, make_inputs
+from tcport.bench.timing import alternating, glance
+from tcport.debug import poisoned
+from tcport.device import DeviceProfile
+from tcport.failures import cause_of, first_line
 from tcport.ir import TileConfig
 from tcport.kernels.call import AttentionCall
 from tcport.lowering.spec import attention_spec
 from tcport.tiling import rank_tiles
+
+_SLOW = 3.0
+"""A tile this many times as slow as the fastest so far is looked at once and not timed again."""
+_LAUNCHES = 1000.0  # microseconds that the host may take for one call, which a look at it includes
+_ROUNDS, _FINAL_ROUNDS, _FINALISTS, _CLOSE = 3, 11, 6, 1.05
+_PROMPT_COPIES = 4  # a prompt's time is in its products: it need not leave the L2
+
+Run = Callable[[Inputs], object]
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """One tile's time.
+
+    Attributes:
+        how: ``once`` (one call, launch included; only that it is slow is known), ``graph`` (median of replays), or
+            ``paired`` (median of replays that alternate with those of the other good tiles).
+    """
+
+    tile: TileConfig
+    microseconds: float
+    how: str = "graph"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,61 +51,94 @@ class Sweep:
     """The times of one case.
 
     Attributes:
-        timings: tile and microseconds, as the optimizer ranks them; split counts beside the optimizer's own follow.
+        timings: as the optimizer ranks the tiles; split counts beside the optimizer's own follow.
         refused: tiles that the device would not run, with its words.
+        wrong: tiles that gave wrong numbers.
     """
 
     case: Case
-    timings: tuple[tuple[TileConfig, float], ...]
-    refused: tuple[tuple[TileConfig, str], ...]
+    timings: tuple[Timing, ...]
+    refused: tuple[tuple[TileConfig, str], ...] = ()
+    wrong: tuple[tuple[TileConfig, str], ...] = ()
 
     @property
-    def first(self) -> tuple[TileConfig, float]:
+    def first(self) -> Timing:
         return self.timings[0]
 
     @property
-    def best(self) -> tuple[TileConfig, float]:
-        return min(self.timings, key=lambda timing: timing[1])
+    def best(self) -> Timing:
+        return min(self.timings, key=lambda timing: timing.microseconds)
 
     @property
     def ratio(self) -> float:
         """Time of the first choice over that of the best tile; 1 is perfect."""
-        return self.first[1] / self.best[1]
+        return self.first.microseconds / self.best.microseconds
 
     def to_dict(self) -> dict[str, Any]:
-        def rows(pairs: Sequence[tuple[TileConfig, Any]]) -> list[list[Any]]:
-            return [[str(config), value] for config, value in pairs]
+        return {"name": self.case.name, "ratio": round(self.ratio, 4), **dataclasses.asdict(self)}
 
-        return {
-            "name": self.case.name,
-            "case": dataclasses.asdict(self.case),
-            "ratio": self.ratio,
-            "timings": rows(self.timings),
-            "refused": rows(self.refused),
-        }
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Sweep:
+        """What :meth:`to_dict` gave, by way of JSON."""
+        case = {name: tuple(value) if isinstance(value, list) else value for name, value in data["case"].items()}
+        pairs = ([(TileConfig(**tile), why) for tile, why in data[key]] for key in ("refused", "wrong"))
+        timings = [Timing(TileConfig(**each["tile"]), each["microseconds"], each["how"]) for each in data["timings"]]
+        return cls(Case(**case), tuple(timings), *map(tuple, pairs))
 
 
-def sweep(case: Case, jobs: int = 1) -> Sweep:
-    """Time every tile of a case on the current CUDA device; ``jobs`` processes compile beforehand.
+def time_tiles(
+    case: Case,
+    tiles: Sequence[TileConfig],
+    device: torch.device | str = "cuda",
+    timer: Callable[[Sequence[Run], Sequence[Inputs], int], list[tuple[float, ...]]] = alternating,
+    look: Callable[[Run, Inputs], float] = glance,
+) -> Sweep:
+    """Time tiles of a case: all of them for themselves, then the fastest and the first again in turn.
 
-    Raises:
-        WrongResultError: a tile gives wrong numbers.
+    Each is compared with fp32 attention before, over memory full of NaN.
+
+    Args:
+        timer: ``timer(runs, inputs, rounds)``: the time of each run on one of the inputs, round by round.
+        look: the time of one call.
     """
-    inputs = make_inputs(case)
-    configs = tiles_of(inputs[0])
-    _compile_ahead(case, configs, jobs)
-    timings: list[tuple[TileConfig, float]] = []
+    torch.manual_seed(0)
+    copies = copies_of(case)
+    inputs = make_inputs(case, device, copies if case.kind == "decode" else min(copies, _PROMPT_COPIES))
+    sampled = sample(inputs[0])
+    timings: dict[TileConfig, Timing] = {}
     refused: list[tuple[TileConfig, str]] = []
-    for config in configs:
+    wrong: list[tuple[TileConfig, str]] = []
+    fastest = math.inf
+    for tile in tiles:
+        run = functools.partial(attend, tile=tile)
         try:
-            check(inputs[0], attend(inputs[0], config))
+            with poisoned():
+                out = run(inputs[0])
+            check(inputs[0], out, sampled)
+            time, how = look(run, inputs[0]), "once"
+            if time <= _SLOW * fastest + _LAUNCHES:
+                time, how = statistics.median(time for (time,) in timer([run], inputs, _ROUNDS)), "graph"
+        except WrongResultError as error:
+            wrong.append((tile, error.cause))
         except Exception as error:
-            if cause_of(error) != "resources":
+            if cause_of(error) not in ("resources", "build"):
                 raise
-            refused.append((config, str(error).splitlines()[0]))
-            continue
-        timings.append((config, microseconds(lambda each, config=config: attend(each, config), inputs, replays=5)))
-    return Sweep(case, tuple(timings), tuple(refused))
+            refused.append((tile, first_line(error)))
+        else:
+            timings[tile] = Timing(tile, time, how)
+            fastest = min(fastest, time)
+    for tile, time in _final(timings, inputs, timer).items():
+        timings[tile] = Timing(tile, time, "paired")
+    return Sweep(case, tuple(timings.values()), tuple(refused), tuple(wrong))
+
+
+def _final(timings: dict[TileConfig, Timing], inputs: Sequence[Inputs], timer: Any) -> dict[TileConfig, float]:
+    """The first tile's time and those of the fastest, taken in turn."""
+    close = sorted(timings.values(), key=lambda timing: timing.microseconds)[:_FINALISTS]
+    chosen = [timing.tile for timing in close if timing.microseconds <= _CLOSE * close[0].microseconds]
+    tiles = list(dict.fromkeys([*list(timings)[:1], *chosen]))
+    rounds = timer([functools.partial(attend, tile=tile) for tile in tiles], inputs, _FINAL_ROUNDS)
+    return {tile: statistics.median(times) for tile, times in zip(tiles, zip(*rounds, strict=True), strict=True)}
 
 
 def geometric_mean(sweeps: Sequence[Sweep]) -> float:
@@ -89,12 +146,17 @@ def geometric_mean(sweeps: Sequence[Sweep]) -> float:
     return math.exp(sum(math.log(each.ratio) for each in sweeps) / len(sweeps))
 
 
-def tiles_of(inputs: Inputs) -> list[TileConfig]:
-    """The ranked tiles, and each that splits its keys also with half and with twice as many splits."""
-    spec = attention_spec(AttentionCall.of(**inputs.arguments))
-    ranked = rank_tiles(spec, device_profile(inputs.arguments["query"].device)).configs
+def ranked_tiles(case: Case, profile: DeviceProfile) -> list[TileConfig]:
+    """The optimizer's tiles for a case, best first, with their split counts as numbers."""
+    spec = attention_spec(meta_call(case))
     sizes = (int(spec.num_seqs), int(spec.num_tokens), int(spec.max_context))
-    tiles = [dataclasses.replace(config, num_splits=config.splits(*sizes)) for config in ranked]
+    ranked = rank_tiles(spec, profile).configs
+    return list(dict.fromkeys(dataclasses.replace(tile, num_splits=tile.splits(*sizes)) for tile in ranked))
+
+
+def tiles_of(case: Case, profile: DeviceProfile) -> list[TileConfig]:
+    """The ranked tiles, and each that splits its keys also with half and with twice as many splits."""
+    tiles = ranked_tiles(case, profile)
     others = [
         dataclasses.replace(tile, num_splits=splits)
         for tile in tiles
@@ -104,55 +166,19 @@ def tiles_of(inputs: Inputs) -> list[TileConfig]:
     return list(dict.fromkeys([*tiles, *others]))
 
 
-def attend(inputs: Inputs, config: TileConfig) -> torch.Tensor:
-    """The case's kernel with one tile."""
+def meta_call(case: Case) -> AttentionCall:
+    """The case's call without data."""
+    return AttentionCall.of(**make_inputs(case, "meta", copies=1)[0].arguments)
+
+
+def entry_of(case: Case) -> Callable[..., Any]:
+    """The kernel entry of a case."""
     from tcport.kernels.triton_decode import paged_decode
     from tcport.kernels.triton_prefill import paged_prefill
 
-    entry = paged_decode if inputs.case.q_lens is None else paged_prefill
-    return entry(AttentionCall.of(**inputs.arguments), config, lambda kernel: kernel)[0]
+    return paged_decode if case.q_lens is None else paged_prefill
 
 
-def _compile_ahead(case: Case, configs: Sequence[TileConfig], jobs: int) -> None:
-    """Fill Triton's cache from several processes: compiling is most of a sweep's time."""
-    queries = None if case.q_lens is None else (min(64, max(case.q_lens)),) * 2
-    small = dataclasses.replace(case, lens=(64, 64), q_lens=queries)
-    kinds = {dataclasses.replace(config, num_splits=min(2, int(config.num_splits))) for config in configs}
-    if jobs > 1:
-        with multiprocessing.get_context("spawn").Pool(jobs) as pool:
-            pool.starmap(_compile_one, [(small, config) for config in sorted(kinds, key=str)], chunksize=1)
-
-
-def _compile_one(case: Case, config: TileConfig) -> None:
-    try:
-        attend(make_inputs(case, copies=1)[0], config)
-        torch.cuda.synchronize()
-    except Exception as error:  # too big a tile is reported where it is timed
-        if cause_of(error) != "resources":
-            raise
-
-
-def _cases(kind: Any, batches: Sequence[int], contexts: Sequence[int], **changes: Any) -> list[Case]:
-    return [Case(kind, (context,) * batch, **changes) for batch in batches for context in contexts]
-
-
-SHAPES: tuple[Case, ...] = (
-    *_cases("decode", (1, 8, 64), (512, 2048, 8192)),
-    *_cases("decode", (1, 4), (32768,)),
-    *_cases("decode", (256,), (512, 2048)),
-    *_cases("decode", (16,), (4096,), heads=(64, 8)), *_cases("decode", (16,), (4096,), heads=(32, 32)),
-    *_cases("decode", (16,), (4096,), heads=(40, 8)), *_cases("decode", (16,), (4096,), heads=(28, 4)),
-    *_cases("decode", (2, 32), (4096,), heads=(96, 8)),
-    *_cases("decode", (8, 64), (4096,), dims=(64, 64)), *_cases("decode", (8, 64), (4096,), dims=(256, 256)),
-    *_cases("decode", (32,), (4096,), dims=(96, 96)),
-    *_cases("decode", (8, 64), (4096,), page=128), *_cases("decode", (64,), (4096,), page=256),
-    *_cases("decode", (8, 64), (8192,), kv_dtype="float8_e4m3fn"),
-    *(Case("decode", ragged(n, 32, 16384), label=f"ragged {n}, 32 to 16384") for n in (4, 16, 64)),
-    *(Case("decode", (4096,) * n, (q,) * n, label=f"b{n} c4096 q{q}") for n, q in ((1, 4), (16, 4), (64, 2), (64, 8))),
-    *(Case("prefill", (n,) * b, (n,) * b) for b, n in ((1, 512), (1, 2048), (1, 4096), (4, 1024), (8, 2048))),
-    *(Case("prefill", (n,), (n,), dims=(d, d)) for n, d in ((4096, 64), (2048, 256))),
-    *(Case("prefill", (context,), (512,)) for context in (4096, 16384)),
-    Case("mixed", (4096,) * 32 + (4096,), (1,) * 32 + (1024,), label="32 decodes at 4096, chunk 1024 on 4096"),
-    Case("mixed", (1024,) * 8 + (512,), (1,) * 8 + (512,), label="8 decodes at 1024, prompt 512"),
-)  # fmt: skip
-"""What the cost model is held to: decode, ragged, verify, prefill and mixed."""
+def attend(inputs: Inputs, tile: TileConfig) -> torch.Tensor:
+    """The case's kernel with one tile."""
+    return entry_of(inputs.case)(AttentionCall.of(**inputs.arguments), tile, lambda kernel: kernel)[0]

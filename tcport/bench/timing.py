@@ -64,3 +64,13 @@ def host_microseconds(run: Callable[[], object], calls: int = 200) -> float:
         times.append(time.perf_counter() - start)
         torch.cuda.synchronize()
     return statistics.median(times) * 1e6
+
+
+def glance(run: Callable[[T], object], inputs: T) -> float:
+    """Microseconds of one call, launch included: enough to see that it is slow."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run(inputs)
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3
