@@ -80,7 +80,7 @@ class Sweep:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Sweep:
         """What :meth:`to_dict` gave, by way of JSON."""
-        case = {name: tuple(value) if isinstance(value, list) else value for name, value in data["case"].items()}
+        case: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in data["case"].items()}
         pairs = ([(TileConfig(**tile), why) for tile, why in data[key]] for key in ("refused", "wrong"))
         timings = [Timing(TileConfig(**each["tile"]), each["microseconds"], each["how"]) for each in data["timings"]]
         return cls(Case(**case), tuple(timings), *map(tuple, pairs))
@@ -155,12 +155,12 @@ def ranked_tiles(case: Case, profile: DeviceProfile) -> list[TileConfig]:
 
 
 def tiles_of(case: Case, profile: DeviceProfile) -> list[TileConfig]:
-    """The ranked tiles, and each that splits its keys also with half and with twice as many splits."""
+    """The ranked tiles, and each with half and with twice as many splits; keys of whole prompts stay together."""
     tiles = ranked_tiles(case, profile)
     others = [
         dataclasses.replace(tile, num_splits=splits)
         for tile in tiles
-        if tile.num_splits != 1
+        if tile.num_splits != 1 or case.kind == "decode"
         for splits in (max(1, int(tile.num_splits) // 2), int(tile.num_splits) * 2)
     ]
     return list(dict.fromkeys([*tiles, *others]))
