@@ -62,7 +62,7 @@ def test_the_summary_counts_refusals_and_spills() -> None:
 
 
 def test_a_cell_over_its_limit_fails_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def compiled(todo: list[Cell], jobs: int, done: object) -> list[Outcome]:
+    def compiled(todo: list[Cell], jobs: int, done: object, seconds: float) -> list[Outcome]:
         return [
             Outcome(cell, "16x16 w1 st1", shared, 65_536, 32, 0, 32, 1)
             for cell, shared in zip(todo, sizes, strict=True)
@@ -88,3 +88,10 @@ def test_a_cell_over_its_limit_fails_the_command(tmp_path: Path, monkeypatch: py
         assert [row["shared"] for row in json.loads((tmp_path / "matrix.json").read_text())] == list(sizes)
         assert "| gfx90a | prefill | bfloat16 | 1 |" in (tmp_path / "matrix.md").read_text()
     assert CliRunner().invoke(app, [*arguments[:4], "sm_1"]).exit_code == 1
+
+
+def test_a_run_out_of_time_says_what_is_missing(tmp_path: Path) -> None:
+    arguments = ["matrix", "-o", str(tmp_path), "--targets", "sm_80", "--dtypes", "bf16", "--dims", "64"]
+    result = CliRunner().invoke(app, [*arguments, "--pages", "16", "--seconds", "0"])
+    assert result.exit_code == 1
+    assert "0 cells, 0 over a limit, 2 not begun in time" in result.output

@@ -96,7 +96,7 @@ def test_the_second_check_compiles_nothing(cache, monkeypatch):
         assert requests == []
         return []
 
-    monkeypatch.setattr(footprint, "_run_workers", forbidden)
+    monkeypatch.setattr(footprint, "answers", forbidden)
     assert measure(decode_spec(batch=3, context=99), [config], profile, cache=cache) == first
     # Two 32-key buffers of K and V, 16 query rows, and a little scratch: 36864 bytes and less than 1 KiB.
     assert 36864 <= first[0].footprints[0].shared < 36864 + 1024
@@ -125,7 +125,7 @@ def test_a_compiler_that_aborts_costs_its_own_tile_only(cache):
 def test_what_may_pass_by_itself_is_asked_again(error: str, kept: bool, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(
-        footprint, "_run_workers", lambda requests: asked.extend(requests) or [{"error": error}] * len(requests)
+        footprint, "answers", lambda requests: asked.extend(requests) or [{"error": error}] * len(requests)
     )
     for _ in range(2):
         (compiled,) = measure(decode_spec(), [TileConfig(16, 32, 1, 3)], catalogue_profile("h200"), cache=tmp_path)
@@ -149,7 +149,7 @@ def test_what_may_pass_by_itself_is_asked_again(error: str, kept: bool, tmp_path
 )
 def test_a_damaged_answer_in_the_cache_is_asked_again(damaged: str, tmp_path, monkeypatch):
     launch = {"kernel": "k", "shared": 7, "registers": 8, "spill": 0, "threads": 32}
-    monkeypatch.setattr(footprint, "_run_workers", lambda requests: [{"launches": [launch]}] * len(requests))
+    monkeypatch.setattr(footprint, "answers", lambda requests: [{"launches": [launch]}] * len(requests))
     args = (decode_spec(), [TileConfig(16, 32, 1, 3)], catalogue_profile("h200"))
     right = measure(*args, cache=tmp_path)
     assert right[0].footprints[0].shared == 7

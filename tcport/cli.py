@@ -148,6 +148,7 @@ def matrix(
     dims: Annotated[str, typer.Option(help="Head dims.")] = ",".join(map(str, DIMS)),
     pages: Annotated[str, typer.Option(help="Tokens of a page.")] = ",".join(map(str, PAGES)),
     jobs: Annotated[int, typer.Option(min=1, help="Compilers at a time.")] = os.cpu_count() or 1,
+    seconds: Annotated[float, typer.Option(help="No cell is begun after this time; another run goes on.")] = 86400,
 ) -> None:
     """Compile the attention kernels for every target, and say what fits, what spills and what is refused."""
     try:
@@ -159,12 +160,14 @@ def matrix(
     out.mkdir(parents=True, exist_ok=True)
     with Progress(console=_console) as progress:
         task = progress.add_task("compiling", total=len(todo))
-        outcomes = run_matrix(todo, jobs, lambda outcome: progress.advance(task))
+        outcomes = run_matrix(todo, jobs, lambda outcome: progress.advance(task), seconds)
     (out / "matrix.json").write_text(json.dumps([outcome.to_dict() for outcome in outcomes], indent=1) + "\n")
     (out / "matrix.md").write_text(summary(outcomes))
     too_big = [outcome for outcome in outcomes if outcome.over_limit]
-    _console.print(f"{len(outcomes)} cells, {len(too_big)} over a limit; see {out / 'matrix.md'}")
-    raise typer.Exit(1 if too_big else 0)
+    missing = len(todo) - len(outcomes)
+    missed = f", {missing} not begun in time" if missing else ""
+    _console.print(f"{len(outcomes)} cells, {len(too_big)} over a limit{missed}; see {out / 'matrix.md'}")
+    raise typer.Exit(1 if too_big or missing else 0)
 
 
 def _chain(made: Plan) -> list[str]:

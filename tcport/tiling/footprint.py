@@ -12,10 +12,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +21,7 @@ from tcport.device.profile import DeviceProfile
 from tcport.ir import AttentionSpec, TileConfig
 from tcport.tiling.limits import limits_of
 from tcport.tiling.wire import config_data, spec_data
+from tcport.tiling.workers import answers
 from tcport.user_cache import cache_folder, keep, kept
 
 ENTRIES = {
@@ -36,8 +34,6 @@ ENTRIES = {
 # What says nothing about the kernel, and is asked again: a process that died may have been out of memory, an absent
 # tool may be installed, a full disk emptied.
 _PASSING = re.compile(r"the compiler|Cannot find|^(FileNotFound|Permission|Memory|OS|Import|ModuleNotFound)Error")
-
-_TIMEOUT = 300  # seconds for one kernel; spilling tiles take the compilers up to twenty
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,45 +121,13 @@ def measure(
     requests = [shared | {"config": config_data(config)} for config in configs]
     folder = cache or cache_folder("footprints")
     paths = [folder / f"{_key(request)}.json" for request in requests]
-    answers: dict[Path, Compiled] = {path: known for path in paths if (known := _known(path)) is not None}
-    missing = {path: request for path, request in zip(paths, requests, strict=True) if path not in answers}
-    for path, answer in zip(missing, _run_workers(list(missing.values())), strict=True):
-        answers[path] = _compiled(answer)
+    found: dict[Path, Compiled] = {path: known for path in paths if (known := _known(path)) is not None}
+    missing = {path: request for path, request in zip(paths, requests, strict=True) if path not in found}
+    for path, answer in zip(missing, answers(list(missing.values())), strict=True):
+        found[path] = _compiled(answer)
         if not _PASSING.search(answer.get("error", "")):
             keep(path, answer)
-    return [answers[path] for path in paths]
-
-
-def _run_workers(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One process for all; after one that died, another for what the dead one left."""
-    answers: list[dict[str, Any]] = []
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    while len(answers) < len(requests):
-        rest = requests[len(answers) :]
-        lines, failure = _run_worker(rest, environment)
-        answers += [json.loads(line) for line in lines]
-        if failure and len(answers) < len(requests):
-            answers.append({"error": failure})
-    return answers
-
-
-def _run_worker(requests: list[dict[str, Any]], environment: dict[str, str]) -> tuple[list[str], str]:
-    command = [sys.executable, "-m", "tcport.tiling.compile_worker"]
-    text = "".join(json.dumps(request) + "\n" for request in requests)
-    try:
-        done = subprocess.run(
-            command, input=text, capture_output=True, text=True, env=environment, timeout=_TIMEOUT * len(requests)
-        )
-    except subprocess.TimeoutExpired as error:
-        partial = error.stdout or ""
-        partial = partial.decode() if isinstance(partial, bytes) else partial
-        return [line for line in partial.split("\n")[:-1] if line], "the compiler did not finish in time"
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode == 0 and len(lines) == len(requests):
-        return lines, ""
-    last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "no message")
-    return lines, f"the compiler's process ended with code {done.returncode}: {last}"
+    return [found[path] for path in paths]
 
 
 def _key(request: dict[str, Any]) -> str:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -22,6 +24,7 @@ from tcport.tiling.hopper import rank_hopper_tiles
 from tcport.tiling.limits import limits_of
 from tcport.tiling.optimizer import rank_tiles
 from tcport.tiling.plan import plain_spec
+from tcport.tiling.workers import one_worker
 
 # CUDA C++ Programming Guide, technical specifications of compute capability 8.6; no card of it is in the catalogue.
 _SM_86 = DeviceProfile(
@@ -119,16 +122,42 @@ def _for_hopper(cell: Cell) -> bool:
     )
 
 
-def run(todo: Iterable[Cell], jobs: int, done: Callable[[Outcome], None] = lambda outcome: None) -> list[Outcome]:
-    """Plan and compile cells, ``jobs`` compilers at a time; ``done`` is told of each as it ends."""
+def run(
+    todo: Iterable[Cell],
+    jobs: int,
+    done: Callable[[Outcome], None] = lambda outcome: None,
+    seconds: float = 86400.0,
+) -> list[Outcome]:
+    """Plan and compile cells, each of ``jobs`` threads with a compiler process of its own.
 
-    def one(cell: Cell) -> Outcome:
-        outcome = compile_cell(cell)
-        done(outcome)
-        return outcome
+    What a compiler said is kept on disk, so that a run which is stopped, or out of time, goes on where it was.
 
-    with ThreadPoolExecutor(jobs) as pool:  # the compilers are processes of their own
-        return list(pool.map(one, todo))
+    Args:
+        done: is told of each cell as it ends.
+        seconds: no cell is begun after this time.
+
+    Returns:
+        Outcomes in the order of ``todo``; cells that were not begun are missing.
+    """
+    end = time.monotonic() + seconds
+    queue, lock = enumerate(todo), threading.Lock()
+    outcomes: dict[int, Outcome] = {}
+
+    def serve(_: int) -> None:
+        with one_worker():
+            while time.monotonic() < end:
+                with lock:
+                    place, cell = next(queue, (-1, None))
+                if cell is None:
+                    return
+                outcome = compile_cell(cell)
+                with lock:
+                    outcomes[place] = outcome
+                    done(outcome)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(serve, range(jobs)))
+    return [outcomes[place] for place in sorted(outcomes)]
 
 
 def compile_cell(cell: Cell) -> Outcome:

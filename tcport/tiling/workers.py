@@ -1,0 +1,94 @@
+"""Compiler processes: asked one thing after the other, and begun anew where one died or took too long."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+_TIMEOUT = 300.0  # seconds for one kernel; spilling tiles take the compilers up to a minute
+
+_thread = threading.local()
+
+
+def answers(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What ``compile_worker`` says to each request, from one process for all of them."""
+    with one_worker() as worker:
+        return [worker.ask(request) for request in requests]
+
+
+@contextlib.contextmanager
+def one_worker() -> Iterator[Worker]:
+    """Within the block all of this thread's compiles go to one process: starting one takes longer than a compile."""
+    if (outer := getattr(_thread, "worker", None)) is not None:
+        yield outer
+        return
+    _thread.worker = Worker()
+    try:
+        yield _thread.worker
+    finally:
+        _thread.worker.close()
+        _thread.worker = None
+
+
+class Worker:
+    """One compiler process, begun with the first request."""
+
+    def __init__(self, module: str = "tcport.tiling.compile_worker", timeout: float = _TIMEOUT) -> None:
+        self._command = [sys.executable, "-m", module]
+        self._timeout = timeout
+        self._process: subprocess.Popen[str] | None = None
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the worker; see close
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The process's answer; an ``error`` where it ended, or did not answer in time."""
+        process = self._running()
+        late = threading.Event()
+        timer = threading.Timer(self._timeout, lambda: (late.set(), process.kill()))
+        timer.start()
+        try:
+            with contextlib.suppress(BrokenPipeError):  # it ended; its output says how
+                process.stdin.write(json.dumps(request) + "\n")
+                process.stdin.flush()
+            # Compilers print too.
+            line = next((line for line in process.stdout if line.startswith("{")), "")
+        finally:
+            timer.cancel()
+        if line.endswith("\n"):
+            return json.loads(line)
+        code = process.wait()
+        self._process = None
+        if late.is_set():
+            return {"error": "the compiler did not finish in time"}
+        self._errors.seek(0)
+        last = next((line.strip() for line in reversed(self._errors.readlines()) if line.strip()), "no message")
+        return {"error": f"the compiler's process ended with code {code}: {last}"}
+
+    def close(self) -> None:
+        """End the process; it has nothing left to do."""
+        if self._process is not None:
+            self._process.communicate()
+            self._process = None
+        self._errors.close()
+
+    def _running(self) -> Any:
+        if self._process is None:
+            environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+            environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+            self._errors.seek(0)
+            self._errors.truncate()
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                text=True,
+                env=environment,
+            )
+        return self._process
