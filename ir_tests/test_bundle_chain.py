@@ -210,3 +210,26 @@ def test_a_sound_blob_is_launched_with_the_call_s_own_arguments(monkeypatch: pyt
     assert args[0].data_ptr() in numbers
     assert args[1].data_ptr() in numbers
     assert tcport.counters()["bundle kernels loaded"] - loads in (1, 2)  # the kernel, and what merges its splits
+
+
+def test_kernels_behind_a_precompiled_one_are_tested_when_it_has_failed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A self-test compiles: where kernels were compiled ahead it would be the first thing that does."""
+    asked: list[str] = []
+    monkeypatch.setattr(chain, "trusted", lambda kernel, profile, tile: asked.append(kernel))
+    q, k_cache, v_cache, table, lens = problem()
+    new = (torch.randn(2, 2, 16).half() for _ in range(2))
+    call = WRITE_AND_ATTEND.call(q, *new, k_cache, v_cache, lens.long(), table, lens)
+    choice = choose(WRITE_AND_ATTEND, call, H200, "bundle_attention")
+    chain.screened(choice)
+    assert asked == []
+    first = choice.selection.candidates[0]
+    chain.step_down(choice, first, first.kernels[0], BundleError("The bundle is gone.", "None."), "unavailable")
+    assert chain.survivors(chain.screened(choice))[0].kernel == "torch_write+bundle_attention"
+    assert asked == []
+    chain.screened(choice, every=True)
+    assert set(asked) == {"triton_write"}
+    asked.clear()
+    chain.screened(choose(WRITE_AND_ATTEND, call, H200))
+    assert set(asked) == {"triton_write", "triton_decode"}

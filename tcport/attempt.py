@@ -142,7 +142,8 @@ class Attempt:
         choice: NodeChoice = node.meta.get("tcport") or choose(
             operator, call, device_profile(device_of(call)), self.options.kernel
         )
-        screened(choice, node=node.name, strict=self.options.strict)
+        racing = isinstance(self.options.kernel, tuple) or self.options.autotunes
+        screened(choice, node=node.name, strict=self.options.strict, every=racing)
         self._cache_sizes |= {dim(cache.numel()) for cache in operator.caches(call)}
         self._cache_sizes |= {dim(base.numel()) for base in _bases_of_caches(operator, node)}
         ways = self._raced(node, choice)

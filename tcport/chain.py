@@ -74,6 +74,7 @@ def run(operator: Operator, call: Any, *, kernel: Kernels = None, strict: bool =
             if cause is None or kernel_now.plain:
                 raise
             step_down(choice, candidate, kernel_now, error, cause, strict=strict, aside=[link for link, _ in aside])
+            screened(choice)
     if lost:
         raise _no_link_left(choice, *lost[0])
     raise NoCandidateError(
@@ -107,12 +108,16 @@ def survivors(choice: NodeChoice) -> list[Candidate]:
     return left
 
 
-def screened(choice: NodeChoice, *, node: str = "", strict: bool = False) -> NodeChoice:
+def screened(choice: NodeChoice, *, node: str = "", strict: bool = False, every: bool = False) -> NodeChoice:
     """The choice, after kernels whose self-test gave wrong numbers on this device have been left.
+
+    Self-tests need a compiler. Where a link comes first that was compiled ahead, those behind it are not tested before
+    it has failed.
 
     Args:
         node: the graph node; default: the operator.
         strict: it is an error where the first link is lost, now or before.
+        every: test those behind it all the same.
 
     Raises:
         KernelBuildError: see :func:`step_down`.
@@ -134,6 +139,9 @@ def screened(choice: NodeChoice, *, node: str = "", strict: bool = False) -> Nod
                 )
                 forbidden = strict and candidate is first
                 step_down(choice, candidate, kernel, error, "wrong numbers", node=node, strict=forbidden)
+        ahead = all(kernel.tier in ("blob", "torch") for kernel in candidate.kernels)
+        if ahead and not every and quarantine.reason(choice, candidate) is None:
+            break
     return choice
 
 
