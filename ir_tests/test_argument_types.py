@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import tcport
+from tcport.argument_types import wrong_type
 from tcport.errors import ArgumentError, ShapeError
 
 TO_TENSOR = "Make it a tensor on the device of the others, with torch.tensor(...)."
@@ -186,3 +187,26 @@ def test_sparse_tensors_are_refused(name: str) -> None:
     assert str(refused.value) == (
         f"{name} has layout torch.sparse_coo; allowed: torch.strided. Pass {name}.to_dense()."
     )
+
+
+class _SaysItIsATensor:
+    """Of another class than its type: right by what it says, which another object of the type need not say."""
+
+    def __init__(self, says: bool) -> None:
+        self.says = says
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        return Tensor if self.says else _SaysItIsATensor
+
+
+def test_types_that_were_right_are_not_looked_at_again_and_those_of_single_objects_are() -> None:
+    cause = "sinks is of type _SaysItIsATensor; allowed: a tensor, or None to leave it out."
+    for says in (True, False, True):
+        wrong = wrong_type(sinks=_SaysItIsATensor(says))
+        assert wrong is None if says else wrong == (cause, TO_TENSOR)
+    for window, right in ((3, True), (True, False), (3, True), (3.0, False), (None, True), (numpy.int64(3), True)):
+        assert (wrong_type(window=window) is None) is right
+        assert (wrong_type(window=window, sinks=None) is None) is right
+        assert wrong_type(sinks=None, causal=True) is None
+        assert wrong_type(sinks=None, window=True) is not None

@@ -25,13 +25,13 @@ def spy_on_caches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     from tcport import chain
 
     seen: list[int] = []
-    run = chain.run
+    walk = chain.walk
 
-    def spying(operator: object, call: object, **options: object) -> object:
+    def spying(chosen: object, call: object, **options: object) -> object:
         seen.extend(cache.data_ptr() for cache in (call.k_cache, call.v_cache))  # type: ignore[attr-defined]
-        return run(operator, call, **options)  # type: ignore[arg-type]
+        return walk(chosen, call, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(chain, "run", spying)
+    monkeypatch.setattr(chain, "walk", spying)
     return seen
 
 

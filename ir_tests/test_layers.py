@@ -72,6 +72,7 @@ LAYERS = {
     "tcport.doctor": 4,
     "tcport.failures": 4,
     "tcport.quarantine": 4,
+    "tcport.remembered": 4,
     "tcport.describe": 4,
     "tcport.emission": 4,
     "tcport.attempt": 4,

@@ -80,7 +80,9 @@ class Candidate:
 
     def steps(self, whole: Any) -> list[tuple[Candidate, Any]]:
         """The single kernels it runs, in order, each with its part of a call, or of a spec."""
-        return [(part.candidate, part.of(whole)) for part in self.parts] or [(self, whole)]
+        if not self.parts:
+            return [(self, whole)]
+        return [(part.candidate, part.of(whole)) for part in self.parts]
 
     @property
     def kernels(self) -> tuple[Candidate, ...]:

@@ -54,12 +54,34 @@ def wrong_type(**arguments: Any) -> tuple[str, str] | None:
 
     A bool is an integer to Python, and to nobody who passes it as a window or a scale.
     """
+    if torch.compiler.is_compiling():
+        return _wrong_type(arguments)  # Dynamo knows each type as it traces, and must not guard on what is remembered
+    types = (*arguments, *map(type, arguments.values()))
+    if types in _right:
+        return None
+    wrong = _wrong_type(arguments)
+    if wrong is None and len(_right) < _MOST and all(map(_is_right, arguments, map(type, arguments.values()))):
+        _right.add(types)
+    return wrong
+
+
+def _wrong_type(arguments: dict[str, Any]) -> tuple[str, str] | None:
     for name, value in arguments.items():
         kind = _KINDS[name]
         if not isinstance(value, kind.types) or (isinstance(value, bool) and kind is not _flag):
             given = "a tensor" if isinstance(value, Tensor) else f"of type {type(value).__name__}"
             return f"{name} is {given}; allowed: {kind.said}.", kind.remedy
     return None
+
+
+_MOST = 1024
+_right: set[tuple[Any, ...]] = set()
+"""Names of arguments and types of their values that are right, whatever the values."""
+
+
+def _is_right(name: str, given: type) -> bool:
+    """Whether a type alone is enough: a value may say that it is of another class than its type."""
+    return issubclass(given, _KINDS[name].types)
 
 
 def refuse_type(cause: str, remedy: str) -> None:

@@ -182,7 +182,7 @@ class Attempt:
             try:
                 results = emitted.run(*args, **kwargs)
                 if node.target is choice.operator.overload and not link.plain:
-                    check_results(str(link), results, node.meta.get("val"))
+                    check_results(link, results, node.meta.get("val"))
                 return results
             except Exception as error:
                 self.broken_off = (emitted, emitted.running or emitted.candidate, error)

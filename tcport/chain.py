@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 from tcport import history, quarantine
 from tcport.bundle.store import named_folders
@@ -31,13 +31,15 @@ from tcport.probes import trusted
 from tcport.report import Cause, FallbackReason
 
 
+class Chosen(NamedTuple):
+    """A choice, and for each of its links why it is not to be tried, as it was when it was made."""
+
+    choice: NodeChoice
+    lost: tuple[FallbackReason | None, ...]
+
+
 def run(operator: Operator, call: Any, *, kernel: Kernels = None, strict: bool = False) -> Any:
     """Carry out a call on real tensors with the best kernel that works.
-
-    It is chosen as compiled code chooses whose sizes are open: another batch or length takes the same kernels.
-
-    Running another kernel after a failed one is safe: attention writes to fresh tensors only, and a cache write that
-    was begun is repeated whole, with the same values into the same slots.
 
     Args:
         kernel: names of the only kernels to try.
@@ -45,28 +47,52 @@ def run(operator: Operator, call: Any, *, kernel: Kernels = None, strict: bool =
 
     Raises:
         OptionError, NoCandidateError: see :func:`tcport.lowering.registry.select`.
-        KernelBuildError, KernelLaunchError: see :func:`step_down`.
-        KernelLaunchError: the device reported a fault that no other kernel can survive in this process.
+        NoCandidateError, KernelBuildError, KernelLaunchError: see :func:`walk`.
+    """
+    return walk(chosen(operator, call, kernel=kernel), call, strict=strict)
+
+
+def chosen(operator: Operator, call: Any, *, kernel: Kernels = None) -> Chosen:
+    """The kernels for a call on real tensors; arguments and errors as :func:`run`.
+
+    They are chosen as compiled code chooses whose sizes are open: another batch or length takes the same kernels.
     """
     profile = device_profile(device_of(call))
     state = (generation(), named_folders(), refreshes())
     choice = _choice(operator, opened(operator.spec(call)), profile, kernel, state)
+    return Chosen(choice, tuple(quarantine.reason(choice, link) for link in choice.selection.candidates))
+
+
+def walk(chosen: Chosen, call: Any, *, strict: bool = False) -> Any:
+    """Carry out a call with the first of its kernels that works.
+
+    Running another kernel after a failed one is safe: attention writes to fresh tensors only, and a cache write that
+    was begun is repeated whole, with the same values into the same slots.
+
+    Raises:
+        NoCandidateError: every kernel stands aside.
+        KernelBuildError, KernelLaunchError: see :func:`step_down`.
+        KernelLaunchError: the device reported a fault that no other kernel can survive in this process.
+    """
+    choice, stepped_down = chosen.choice, False
     aside: list[tuple[Candidate, str]] = []
     lost: list[tuple[Candidate, FallbackReason]] = []
-    for candidate in choice.selection.candidates:
+    for candidate, reason in zip(choice.selection.candidates, chosen.lost, strict=True):
         if (why := _aside(candidate, call)) is not None:
             aside.append((candidate, why))
             continue
-        if (reason := quarantine.reason(choice, candidate)) is not None:
+        if stepped_down:
+            reason = quarantine.reason(choice, candidate)  # it may be lost together with the one before
+        if reason is not None:
             if strict:
-                raise _failed_before(candidate, operator.name, reason)
+                raise _failed_before(candidate, choice.operator.name, reason)
             lost.append((candidate, reason))
             continue
         kernel_now, result = candidate, None
         try:
             for kernel_now, part in candidate.steps(call):
                 result = kernel_now.run(part, _launch)
-                check_call_results(str(kernel_now), part, result)
+                check_call_results(kernel_now, part, result)
             return result
         except Exception as error:
             raise_if_sticky(error, str(kernel_now))
@@ -75,16 +101,19 @@ def run(operator: Operator, call: Any, *, kernel: Kernels = None, strict: bool =
                 raise
             step_down(choice, candidate, kernel_now, error, cause, strict=strict, aside=[link for link, _ in aside])
             screened(choice)
+            stepped_down = True
     if lost:
         raise _no_link_left(choice, *lost[0])
     raise NoCandidateError(
-        f"No kernel takes this {operator.name} call: {'; '.join(f'{link}: {why}' for link, why in aside)}.",
+        f"No kernel takes this {choice.operator.name} call: {'; '.join(f'{link}: {why}' for link, why in aside)}.",
         "Drop the option 'kernel' to allow other kernels.",
     )
 
 
 def _aside(candidate: Candidate, call: Any) -> str | None:
     """Why any kernel of a candidate is not for a call."""
+    if not candidate.parts:
+        return candidate.aside(call)
     said = (kernel.aside(part) for kernel, part in candidate.steps(call))
     return next((why for why in said if why is not None), None)
 

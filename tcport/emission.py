@@ -49,7 +49,7 @@ class Emitted:
             self.running = kernel
             with noting_calls(functools.partial(self._note_call, kernel)):
                 results = kernel.run(call, self._launcher(kernel))
-            check_call_results(str(kernel), call, results)
+            check_call_results(kernel, call, results)
         return results
 
     def makers(self, kernel: str, source: str) -> list[Candidate]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import threading
 import time
 from typing import Any
@@ -34,13 +35,29 @@ class Entry:
 
 _lock = threading.Lock()
 _entries: dict[str, Entry] = {}
+_version = 0
+_expiry = math.inf
+"""When the next entry expires (``time.monotonic`` seconds), or an earlier time."""
 
 
 def add(key: str, reason: FallbackReason) -> None:
     """Keep a kernel (see :func:`keys_of`) from being tried again for calls like the one that failed."""
+    global _version, _expiry
     until = time.monotonic() + RETRY_AFTER if reason.cause in _PASSING else None
     with _lock:
         _entries[key] = Entry(reason, until)
+        _version += 1
+        _expiry = min(_expiry, math.inf if until is None else until)
+
+
+def version() -> int:
+    """A number that changes with every entry that comes, is forgotten, or expires.
+
+    What was chosen under another one may be out of date.
+    """
+    if time.monotonic() >= _expiry:
+        _drop_expired()
+    return _version
 
 
 def reason(choice: NodeChoice, candidate: Candidate) -> FallbackReason | None:
@@ -67,8 +84,11 @@ def keys() -> list[str]:
 
 def clear() -> None:
     """Forget every failure."""
+    global _version, _expiry
     with _lock:
         _entries.clear()
+        _version += 1
+        _expiry = math.inf
 
 
 def keys_of(choice: NodeChoice, candidate: Candidate) -> dict[Candidate, str]:
@@ -87,9 +107,17 @@ def _key(device: str, kernel: Candidate, spec: Any) -> str:
 
 def _entry(key: str) -> Entry | None:
     """What holds of a kernel now."""
+    if time.monotonic() >= _expiry:
+        _drop_expired()
     with _lock:
-        entry = _entries.get(key)
-        if entry is not None and entry.until is not None and time.monotonic() >= entry.until:
+        return _entries.get(key)
+
+
+def _drop_expired() -> None:
+    global _version, _expiry
+    now = time.monotonic()
+    with _lock:
+        for key in [key for key, entry in _entries.items() if entry.until is not None and now >= entry.until]:
             del _entries[key]
-            return None
-        return entry
+            _version += 1
+        _expiry = min((entry.until for entry in _entries.values() if entry.until is not None), default=math.inf)

@@ -1,7 +1,15 @@
 """Device facts: what is in the room, what is in the catalogue, and what the caller says."""
 
 from tcport.device.catalog import catalogue, catalogue_profile
-from tcport.device.current import device_profile, load_profile, override_profile, refresh, refreshes, set_profile
+from tcport.device.current import (
+    device_profile,
+    load_profile,
+    override_profile,
+    profile_state,
+    refresh,
+    refreshes,
+    set_profile,
+)
 from tcport.device.live import watch
 from tcport.device.profile import FACTS, DeviceProfile, Vendor
 
@@ -14,6 +22,7 @@ __all__ = [
     "device_profile",
     "load_profile",
     "override_profile",
+    "profile_state",
     "refresh",
     "refreshes",
     "set_profile",

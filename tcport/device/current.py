@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from pathlib import Path
 
 import torch
@@ -79,6 +79,11 @@ def refreshes() -> int:
     A device may have changed in what is no fact of its profile, such as its power limit.
     """
     return _refreshes
+
+
+def profile_state() -> Hashable:
+    """Everything besides the device that :func:`device_profile` answers by: under equal states it answers alike."""
+    return _refreshes, _scoped.get(), tuple(_chosen.items()), os.environ.get(ENVIRONMENT_VARIABLE)
 
 
 @functools.cache
