@@ -149,6 +149,9 @@ REFUSED: dict[str, tuple[Callable[[tuple[Tensor, ...]], Any], type[TcportError]]
     "a float table": (lambda args: tcport.paged_attention(*args[:3], args[3].float(), args[4]), DtypeError),
     "a window of 0": (lambda args: tcport.paged_attention(*args, window=0), tcport.errors.ArgumentError),
     "True for a window": (lambda args: tcport.paged_attention(*args, window=True), tcport.errors.ArgumentError),
+    "False for a softcap": (lambda args: tcport.paged_attention(*args, softcap=False), tcport.errors.ArgumentError),
+    "1 for causal": (lambda args: tcport.paged_attention(*args, causal=1), tcport.errors.ArgumentError),
+    "a table in a list": (lambda args: tcport.paged_attention(*args[:3], [[0]], args[4]), tcport.errors.ArgumentError),
     "no number": (lambda args: tcport.paged_attention(*args, scale=float("nan")), tcport.errors.ArgumentError),
     "a sparse query": (lambda args: tcport.paged_attention(args[0].to_sparse(), *args[1:]), ShapeError),
     "an expanded query, sparse": (

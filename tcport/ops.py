@@ -92,6 +92,17 @@ def paged_attention(
             :func:`tcport.checks.check_paged_attention`.
         UnsupportedFeatureError: when a gradient is asked for through the result.
     """
+    # Most eager calls, in few steps: types that need no look, and no options for the dispatcher to take apart.
+    if (
+        not torch.compiler.is_compiling()
+        and (Tensor is type(query) is type(k_cache) is type(v_cache) is type(block_table) is type(seq_lens))
+        and (cu_seqlens_q is None or type(cu_seqlens_q) is Tensor)
+        and (None is scale is window is chunk is num_splits is k_scale is v_scale)
+        and (None is alibi_slopes is sinks is mask is out)
+        and (causal is True and type(softcap) is float and softcap == 0.0)
+        and (batch_invariant is False and return_lse is False)
+    ):
+        return torch.ops.tcport.paged_attention.default(query, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q)[0]
     wrong = wrong_type(
         query=query,
         k_cache=k_cache,
