@@ -19,8 +19,7 @@ from tcport.kernels import hopper_prefill
 from tcport.kernels.call import AttentionCall, Launcher
 from tcport.lowering.candidate import Candidate, Terms, Verdict
 from tcport.lowering.registry import Answer, register_lowering
-from tcport.lowering.spec import attention_spec, opened
-from tcport.tiling.hopper import rank_hopper_tiles
+from tcport.tiling.hopper import hopper_tiles_of, rank_hopper_tiles
 
 _TRITON = ((3, 6), (3, 9))
 """Versions of Triton, first and last, whose Gluon the kernel is written in."""
@@ -143,7 +142,7 @@ def _run_twin(
         if kernels or strict:
             return torch.ops.tcport.paged_attention_on_terms.default(*args, **options, kernels=kernels, strict=strict)
         return torch.ops.tcport.paged_attention.default(*args, **options)
-    tile = rank_hopper_tiles(opened(attention_spec(call)), profile).configs[0]
+    tile = hopper_tiles_of(int(call.query.shape[2]), profile).configs[0]
     return hopper_prefill.hopper_prefill(call, tile, lambda kernel: kernel)
 
 

@@ -33,13 +33,18 @@ _MULTIPLYING_REGISTERS = 232
 """What a multiplying thread may have when the 256 of them leave 40 to each of the 128 of the fetching warp's group."""
 
 
-@functools.lru_cache(maxsize=256)
 def rank_hopper_tiles(spec: AttentionSpec, profile: DeviceProfile) -> Ranking:
     """Tiles that fit, widest first: a wider tile meets fewer barriers per key; two buffers hide the copies' latency.
 
     Raises:
         NoTileError: when no tile fits.
     """
+    return hopper_tiles_of(spec.head_dim_qk, profile)
+
+
+@functools.lru_cache(maxsize=256)
+def hopper_tiles_of(head_dim: int, profile: DeviceProfile) -> Ranking:
+    """As :func:`rank_hopper_tiles`, by all that it looks at: the spec of a call takes longer to make than to rank."""
     legal, rejected = [], []
     limits = limits_of(profile)
     checks = (
@@ -50,7 +55,7 @@ def rank_hopper_tiles(spec: AttentionSpec, profile: DeviceProfile) -> Ranking:
     for block_n in (128, 64):
         for stages in (2, 3):
             tile = TileConfig(BLOCK_M, block_n, WARPS, stages)
-            values = {"block_n": block_n, "stages": stages, "dim": spec.head_dim_qk}
+            values = {"block_n": block_n, "stages": stages, "dim": head_dim}
             broken = next((check for check in checks if not check.holds(values)), None)
             if broken is None:
                 legal.append(tile)
