@@ -87,6 +87,26 @@ def test_what_was_built(built: Path) -> None:
         assert entry.threads == 32 * entry.tile["num_warps"]
 
 
+def test_a_bundle_for_amd_holds_hsacos_for_it_alone(built: Path, tmp_path: Path) -> None:
+    specs = str(built.parent / "specs.json")
+    done = CliRunner().invoke(
+        app, ["build", "--device", "mi300x", "--spec", specs, "-o", str(tmp_path), "--tiles", "1"]
+    )
+    assert done.exit_code == 0, done.output
+    bundle = read_bundle(tmp_path)
+    assert bundle.target == ("hip", "gfx942", 64)
+    assert {e.function for e in bundle.entries} == {"paged_attention_kernel", "combine_kernel", "kv_write_kernel"}
+    for entry in bundle.entries:
+        assert entry.file.endswith(".hsaco")
+        # An ELF file for AMD's GPUs, machine number 224, as the AMDGPU back end's documentation has it.
+        assert (bundle.binary(entry)[:4], bundle.binary(entry)[18:20]) == (b"\x7fELF", (224).to_bytes(2, "little"))
+        assert entry.symbol.encode() in bundle.binary(entry)
+        assert entry.threads == 64 * entry.tile["num_warps"]
+        assert entry.shared <= 65536
+    assert refusal(bundle, catalogue_profile("mi300x")) is None
+    assert refusal(bundle) == f"{tmp_path} was built for hip gfx942, the device is cuda 90"
+
+
 def test_a_flipped_byte_a_missing_file_and_a_missing_manifest(copy: Path) -> None:
     first, second = read_bundle(copy).entries[:2]
     data = bytearray((copy / first.file).read_bytes())
@@ -118,6 +138,22 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "the CPU's part is cut": (lambda m: m["cpu"].pop("identity"), "cpu has no identity"),
     "the CPU's part is a word": (lambda m: m.update(cpu="x"), "cpu is no JSON object"),
     "a target is short": (lambda m: m["target"].pop(), "expected 3, got 2"),
+    "a parameter has neither type nor value": (
+        lambda m: m["entries"][0]["constants"].clear(),
+        "has neither a type nor a value",
+    ),
+    "a parameter has a type that is none": (
+        lambda m: m["entries"][0]["signature"].update(seq_lens="i33"),
+        "seq_lens is of the type 'i33'",
+    ),
+    "a parameter's type is a number": (
+        lambda m: m["entries"][0]["signature"].update(seq_lens=3),
+        "seq_lens is of the type 3",
+    ),
+    "something else is aligned": (lambda m: m["entries"][0].update(aligned=["x"]), "'x' is aligned and no parameter"),
+    "no thread": (lambda m: m["entries"][0].update(threads=0), "threads is out of range"),
+    "much shared memory": (lambda m: m["entries"][0].update(shared=2**40), "shared is out of range"),
+    "a block of no rows": (lambda m: m["entries"][0]["tile"].update(block_m=0), "block_m is out of range"),
     "entries are gone": (lambda m: m.pop("entries"), "the bundle has no entries"),
     "a field of a later version": (lambda m: m.update(later=1), "unexpected keyword argument 'later'"),
 }

@@ -84,6 +84,43 @@ def test_where_nothing_at_all_can_be_written_it_is_said(tmp_path: Path, monkeypa
     assert [os.environ[name] for name in VARIABLES] == [str(tmp_path / "file" / name) for name in VARIABLES]
 
 
+BELOW_A_FILE = """
+import torch, tcport
+import torch._dynamo  # it makes Inductor's folder
+from test_chain_compiled import expected, new_tokens, state
+
+def layer(q, k, v, kc, vc, table, lens, slots):
+    tcport.kv_write(k, v, kc, vc, slots)
+    return tcport.paged_attention(q, kc, vc, table, lens)
+
+args = [*new_tokens(), *state()]
+table, lens = args[-2:]
+slots = table.long().gather(1, ((lens - 1) // 4)[:, None]).squeeze(1) * 4 + (lens - 1) % 4
+want = expected(args)
+for options in ({}, {"level": "attention"}):
+    out = torch.compile(layer, backend="tcport", options=options)(*args, slots)
+    torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+print(tcport.last_report(), len(tcport.history.fallbacks()))
+"""
+
+
+def test_below_a_file_a_model_is_compiled_and_right_and_it_is_said_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    below = {name: str(tmp_path / "file" / name) for name in (*VARIABLES, "HOME")}
+    paths = os.pathsep.join((str(ROOT), str(ROOT / "ir_tests")))
+    done = subprocess.run(
+        [sys.executable, "-c", BELOW_A_FILE],
+        env={**os.environ, **below, "PYTHONPATH": paths, "CXX": str(counting_compiler(tmp_path))},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1].endswith(" 0")  # no kernel failed
+    for name in VARIABLES:
+        said = f"{below[name]} cannot be written (Not a directory): {name} is "
+        assert done.stderr.count(said) == 1
+
+
 # Forks 8 processes, each round, onto one empty folder. Each does ``work(folder)`` and answers with a digest of what it
 # then has; the folder is empty again in the next round.
 PROGRAM = """

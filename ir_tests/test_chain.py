@@ -215,6 +215,10 @@ NONSENSE = {
     "words": (lambda spec, profile: "no", "answered 'n'"),
     "an empty list": (lambda spec, profile: [], "it gave no candidate and no reason"),
     "a refusal without a reason": (lambda spec, profile: Verdict(False), "it gives no reason"),
+    "a kernel without a hash": (
+        lambda spec, profile: Candidate("mine", "tuned", print, options=[("a", 1)]),  # type: ignore[arg-type]
+        "which has no hash: unhashable type: 'list'",
+    ),
     "a yes without a kernel": (lambda spec, profile: Verdict(True), "it gives no reason"),
     "an unknown tier": (lambda spec, profile: Candidate("mine", "gold", print), "a Candidate of a tier among tuned"),  # type: ignore[arg-type]
 }

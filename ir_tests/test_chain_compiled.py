@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import os
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -104,6 +106,16 @@ def test_a_build_failure_costs_one_node_one_tile() -> None:
     assert broken.calls.count(TILES[0]) == 1  # the second compile did not try it again
 
 
+def test_the_last_link_is_part_of_what_is_compiled() -> None:
+    """Where every kernel fails, attention is code that Inductor generates, and no operator that it calls."""
+    with installed(Faulty(raising(KernelBuildError("ptxas fatal.", "None.")))):
+        report = tcport.explain(tcport.paged_attention, new_tokens()[0], *state())
+    assert [n.kernel for n in report.nodes] == ["torch_attention"]
+    code = [line for line in report.graphs[0].source.splitlines() if not line.lstrip().startswith("#")]
+    assert any("= async_compile." in line for line in code)
+    assert [line for line in code if "torch.ops.tcport" in line] == []
+
+
 def test_strict_makes_a_step_an_error() -> None:
     options = {"strict": True}
     with (
@@ -185,6 +197,46 @@ def test_the_kernel_behind_a_wrapped_error_is_found() -> None:
     wrapped.__cause__ = inner
     assert failed_kernel(wrapped) == ("attend", "source")
     assert failed_kernel(ValueError("no kernel")) is None
+
+
+LOGGED = """
+import test_chain_compiled as tests, torch, tcport
+from fault_injection import TILES, Faulty, installed, raising
+from tcport.errors import KernelBuildError
+with installed(Faulty(raising(KernelBuildError("ptxas fatal.", "None."), TILES[:1]))):
+    for _ in range(2):
+        torch.compiler.reset()
+        tests.attend_twice(*[*tests.new_tokens()[:1], *tests.state()])
+"""
+
+
+def attend_twice(*args: Tensor) -> None:
+    def two(q: Tensor, kc: Tensor, vc: Tensor, table: Tensor, lens: Tensor) -> Tensor:
+        return tcport.paged_attention(q, kc, vc, table, lens) + tcport.paged_attention(q * 2, kc, vc, table, lens)
+
+    torch.compile(two, backend="tcport", options={"level": "attention"})(*args)
+
+
+def test_the_chain_and_each_step_are_logged_once() -> None:
+    """Two layers, compiled twice, in a process that asks for the topic."""
+    root = os.path.dirname(os.path.dirname(__file__))
+    paths = os.pathsep.join([root, os.path.dirname(__file__)])
+    done = subprocess.run(
+        [sys.executable, "-c", LOGGED],
+        env={**os.environ, "PYTHONPATH": paths, "TCPORT_LOGS": "chain"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    first, second, third = [line for line in done.stderr.splitlines() if line.startswith("[tcport.chain]")]
+    links = [f"faulty [{tier}] {tile}" for tier, tile in zip(("tuned", "tuned", "generic"), TILES, strict=True)]
+    assert first.startswith("[tcport.chain] paged_attention on ")
+    assert first.endswith(f": {', then '.join([*links, 'torch_attention [torch]'])}")
+    assert (
+        second
+        == f"[tcport.chain] paged_attention: {links[0]} -> {links[1]}, build: KernelBuildError: ptxas fatal. None."
+    )
+    assert third.endswith(f": {', then '.join([*links[1:], 'torch_attention [torch]'])}")
 
 
 def test_without_a_working_compiler_the_service_runs_and_says_so() -> None:

@@ -110,6 +110,25 @@ def test_processes_that_race_build_once_and_none_builds_again(tmp_path: Path) ->
     assert again == ["--version"]
 
 
+def test_a_library_in_the_cache_that_was_cut_short_is_built_again(tmp_path: Path) -> None:
+    """To load it would end the process: its pages lie behind the end of the file."""
+    environment = {"CXX": str(counting_compiler(tmp_path)), "TCPORT_CACHE_DIR": str(tmp_path / "cache")}
+    output(start(LOAD, **environment))
+    (library,) = (tmp_path / "cache").glob("cpu/*/*/*.so")
+    whole = library.read_bytes()
+    spoilt = bytearray(whole)
+    spoilt[len(whole) // 2] ^= 1
+    for damaged in (whole[: len(whole) // 2], bytes(spoilt)):
+        library.write_bytes(damaged)
+        out, _ = output(start(ATTEND, **{**environment, "CXX": "/nowhere"}))
+        assert out.startswith("['torch_attention']")
+        assert "the cache holds no CPU kernels" in out
+        out, err = output(start(ATTEND, **environment))
+        assert out.startswith("['cpp_attention', 'torch_attention']")
+        assert "building the CPU kernels" in err
+        assert library.read_bytes() == whole
+
+
 def test_a_bundle_has_the_kernels_where_nothing_can_be_compiled(tmp_path: Path) -> None:
     bundle = tmp_path / "bundle"
     done = CliRunner().invoke(app, ["build", "--device", "cpu", "-o", str(bundle)])

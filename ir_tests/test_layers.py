@@ -17,6 +17,7 @@ MAX_LINES = 380
 LAYERS = {
     "tcport.errors": 0,
     "tcport.user_cache": 0,
+    "tcport.locks": 0,
     "tcport.ir": 0,
     "tcport.options": 0,
     "tcport.device": 0,

@@ -102,7 +102,7 @@ def build(folder: Path | None = None) -> Path:
     """
     compiler = _compiler()
     built = _place(compiler, folder)
-    if built is not None and built.exists():
+    if built is not None and _is_whole(built):
         return built
     if built is None or compiler is None:
         raise KernelBuildError(
@@ -112,7 +112,7 @@ def build(folder: Path | None = None) -> Path:
     try:
         built.parent.mkdir(parents=True, exist_ok=True)
         with _locked(built.parent / "lock"):
-            if not built.exists():
+            if not _is_whole(built):
                 _compile(compiler, built)
     except OSError as error:
         raise KernelBuildError(
@@ -132,7 +132,7 @@ def outlook() -> str:
     """Which kernels the CPU has or will have, in words; nothing is built or loaded."""
     ahead, compiler = _built_ahead(identity()), _compiler()
     built = ahead or _place(compiler)
-    if built is not None and built.exists():
+    if built is not None and _is_whole(built):
         return f"built: {built}"
     if compiler is None:
         return "none: there is no C++ compiler, so attention runs as plain PyTorch"
@@ -225,7 +225,21 @@ def _compiler_identity(compiler: list[str]) -> str:
 def _place(compiler: list[str] | None, folder: Path | None = None) -> Path | None:
     """Where a compiler's library lies; without a compiler, any that was built before."""
     root = (cache_folder("cpu") if folder is None else folder) / identity()
-    return root / _compiler_identity(compiler) / _NAME if compiler else next(iter(root.glob(f"*/{_NAME}")), None)
+    if compiler:
+        return root / _compiler_identity(compiler) / _NAME
+    return next((built for built in root.glob(f"*/{_NAME}") if _is_whole(built)), None)
+
+
+def _is_whole(built: Path) -> bool:
+    """Whether a file is what was built. One that was cut short ends the process that loads it (SIGBUS)."""
+    try:
+        return _digest_file(built).read_text() == hashlib.sha256(built.read_bytes()).hexdigest()
+    except (OSError, ValueError):
+        return False
+
+
+def _digest_file(built: Path) -> Path:
+    return built.with_name(f"{built.name}.sha256")
 
 
 @functools.lru_cache(maxsize=1)
@@ -285,6 +299,9 @@ def _compile(compiler: list[str], built: Path) -> None:
         link += [target for _, _, target in jobs]
         link += [f"-L{torch_root / 'lib'}", "-ltorch_cpu", f"-Wl,-rpath,{torch_root / 'lib'}", "-lm"]
         _run([*compiler, *_extra_flags(), *link, "-o", f"{scratch}/{_NAME}"])
+        digest = Path(scratch, "sha256")
+        digest.write_text(hashlib.sha256(Path(scratch, _NAME).read_bytes()).hexdigest())
+        os.replace(digest, _digest_file(built))
         os.replace(f"{scratch}/{_NAME}", built)
         progress.step()
 

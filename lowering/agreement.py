@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tcport.device import DeviceProfile, device_profile
 from tcport.device.catalog import catalogue, catalogue_profile
-from tcport.errors import LoweringRegistrationError, TcportError
+from tcport.errors import LoweringRegistrationError, TcportError, text_of
 from tcport.lowering.candidate import Candidate, Verdict
 from tcport.lowering.foreign import ForeignCall, foreign_spec, overload_of
 from tcport.lowering.registry import Row, answers_of
@@ -92,7 +92,7 @@ def _without_values(what: str, call: ForeignCall) -> Iterator[None]:
         raise
     except Exception as error:
         raise LoweringRegistrationError(
-            f"{what} raised {type(error).__name__}: {str(error).rstrip('.')}, for {_facts(call.args)}.",
+            f"{what} raised {type(error).__name__}: {text_of(error).rstrip('.')}, for {_facts(call.args)}.",
             "It is run when it is registered, on tensors without values: define what it uses above it, and read none.",
         ) from error
 

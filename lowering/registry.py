@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from tcport.device import DeviceProfile
-from tcport.errors import LoweringRegistrationError, NoCandidateError, OptionError
+from tcport.errors import LoweringRegistrationError, NoCandidateError, OptionError, text_of
 from tcport.fingerprint import source_identity
 from tcport.logs import logger
 from tcport.lowering.candidate import TIERS, Candidate, Rejection, Selection, Verdict
@@ -64,7 +64,14 @@ class Row:
 
     def state_for(self, vendors: Collection[str]) -> str:
         """What the row's answer depends on outside of sources and device, if it is for a device of these vendors."""
-        return self.state() if self.state and self.vendor in vendors else ""
+        if self.state is None or self.vendor not in vendors:
+            return ""
+        try:
+            return self.state()
+        except Exception as error:  # noqa: BLE001  (a row that is broken costs its kernel alone; see _answers)
+            said = f"its state cannot be had: {type(error).__name__}: {text_of(error)}"
+            _warn_of_row(self.op, self.name, said)
+            return said
 
 
 @functools.lru_cache(maxsize=256)
@@ -126,6 +133,9 @@ def register_lowering(
         raise LoweringRegistrationError(
             f"A lowering of {op} is for the vendor {vendor!r}.", f"Give one of {', '.join(map(repr, VENDORS))}."
         )
+    _require_words(op, {"op": op, "name": name, "arch": arch}, flags)
+    if type(priority) is not int:
+        raise LoweringRegistrationError(f"A lowering of {op} has the priority {priority!r}.", "Give a whole number.")
     if inputs is not None and not callable(inputs):
         raise LoweringRegistrationError(
             f"A lowering of {op} has inputs of type {type(inputs).__name__}.",
@@ -147,6 +157,21 @@ def register_lowering(
         return lower
 
     return register
+
+
+def _require_words(op: object, given: dict[str, Any], flags: Any) -> None:
+    """What is compared for each call must be comparable: a broken row would cost every kernel, not its own alone.
+
+    Raises:
+        LoweringRegistrationError: an argument is no text, or the flags are no tuple of texts.
+    """
+    for argument, value in given.items():
+        if not isinstance(value, str) and (value is not None or argument == "op"):
+            raise LoweringRegistrationError(f"A lowering of {op} has the {argument} {value!r}.", "Give a str.")
+    if not isinstance(flags, tuple) or not all(isinstance(flag, str) for flag in flags):
+        raise LoweringRegistrationError(
+            f"A lowering of {op} has the flags {flags!r}.", "Give a tuple of str, such as ('fp8_e4m3_dot',)."
+        )
 
 
 def unregister_lowering(op: str, name: str) -> None:
@@ -192,7 +217,7 @@ def generation() -> int:
 
 def rows(op: str) -> tuple[Row, ...]:
     """The registered lowerings of an operator."""
-    return tuple(row for row in _ROWS if row.op == op)
+    return tuple(row for row in tuple(_ROWS) if row.op == op)  # another thread may register one
 
 
 def select(op: str, spec: Any, profile: DeviceProfile, *, kernel: Kernels = None) -> Selection:
@@ -244,6 +269,13 @@ def answers_of(row: Row, answer: Answer) -> tuple[Candidate | Rejection, ...]:
                 f"Lowering {row.name} of {row.op} answered {one!r}.",
                 f"Return a Candidate of a tier among {', '.join(TIERS)}, several of them, or Verdict.no(reason).",
             )
+        try:
+            hash(one)
+        except TypeError as error:
+            raise LoweringRegistrationError(
+                f"Lowering {row.name} of {row.op} answered {one!r}, which has no hash: {error}.",
+                "Build config and options of tuples and frozen dataclasses.",
+            ) from error
     return given
 
 
@@ -282,7 +314,7 @@ def _answers(group: list[Row], spec: Any, profile: DeviceProfile) -> tuple[Row, 
     try:
         return row, _understood(row, row.lower(spec, profile))
     except Exception as error:  # noqa: BLE001  (anyone may register a row: one that is broken costs its kernel alone)
-        said = f"its lowering failed: {type(error).__name__}: {error}"
+        said = f"its lowering failed: {type(error).__name__}: {text_of(error)}"
         _warn_of_row(row.op, row.name, said)
         return row, (Rejection(row.name, said),)
 

@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from tcport import eager as eager  # binds the implementations of the operators
+from tcport.cache_folders import settle_before_dynamo
 from tcport.counting import counters
 from tcport.debug import debug_mode
 from tcport.device import device_profile
@@ -46,6 +47,8 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+settle_before_dynamo()
 
 _LAZY = {
     "compile_count": "tcport._inductor",

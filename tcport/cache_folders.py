@@ -27,23 +27,32 @@ def settle_cache_folders() -> tuple[str, ...]:
     )
 
 
+def settle_before_dynamo() -> None:
+    """Where the environment names Inductor's folder: importing ``torch._dynamo`` makes it, and raises if it cannot."""
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+        _moved("TORCHINDUCTOR_CACHE_DIR")
+
+
 @functools.lru_cache(maxsize=8)
 def _settle(environment: tuple[str | None, ...]) -> tuple[str, ...]:
-    moved = []
-    for variable, usual in _FOLDERS.items():
-        try:
-            folder = Path(os.environ.get(variable) or usual())
-            trouble = _trouble(folder)
-            if trouble is None:
-                continue
-            other = tempfile.mkdtemp(prefix=f"{variable.lower()}-")
-        except OSError as error:
-            moved.append(f"{variable} can name no folder, not even a temporary one: {error.strerror or error}.")
-        else:
-            os.environ[variable] = other
-            moved.append(f"{folder} cannot be written ({trouble}): {variable} is {other} for this process.")
-        logger("chain").warning("%s", moved[-1])
-    return tuple(moved)
+    return tuple(said for said in map(_moved, _FOLDERS) if said)
+
+
+def _moved(variable: str) -> str:
+    """Point a variable elsewhere if need be, and say so; "" where its folder can be written."""
+    try:
+        folder = Path(os.environ.get(variable) or _FOLDERS[variable]())
+        trouble = _trouble(folder)
+        if trouble is None:
+            return ""
+        other = tempfile.mkdtemp(prefix=f"{variable.lower()}-")
+    except OSError as error:
+        said = f"{variable} can name no folder, not even a temporary one: {error.strerror or error}."
+    else:
+        os.environ[variable] = other
+        said = f"{folder} cannot be written ({trouble}): {variable} is {other} for this process."
+    logger("chain").warning("%s", said)
+    return said
 
 
 def _trouble(folder: Path) -> str | None:

@@ -112,10 +112,20 @@ def walk(chosen: Chosen, call: Any, *, strict: bool = False) -> Any:
 
 def _aside(candidate: Candidate, call: Any) -> str | None:
     """Why any kernel of a candidate is not for a call."""
-    if not candidate.parts:
-        return candidate.aside(call)
-    said = (kernel.aside(part) for kernel, part in candidate.steps(call))
-    return next((why for why in said if why is not None), None)
+    try:
+        if not candidate.parts:
+            return candidate.aside(call)
+        said = (kernel.aside(part) for kernel, part in candidate.steps(call))
+        return next((why for why in said if why is not None), None)
+    except Exception as error:  # noqa: BLE001  (it costs its kernel the call, and is told)
+        why = f"it cannot say whether it stands aside: {class_name(error)}: {first_line(error)}"
+        _warn_of_link(str(candidate), why)
+        return why
+
+
+@functools.lru_cache(maxsize=256)
+def _warn_of_link(link: str, said: str) -> None:
+    logger("chain").warning("%s: %s", link, said)
 
 
 def survivors(choice: NodeChoice) -> list[Candidate]:
@@ -217,11 +227,10 @@ def step_down(
     )
     if strict:
         raise _forbidden(failed, reason.node, "failed", reason) from error
-    for key in lost:
-        quarantine.add(key, reason)
-    history.record_fallback(reason)
-    count(f"fallback {cause}")
-    logger("chain").warning("%s", reason)
+    if sum(quarantine.add(key, reason) for key in lost):  # else another thread has said so
+        history.record_fallback(reason)
+        count(f"fallback {cause}")
+        logger("chain").warning("%s", reason)
     if not left:
         raise _no_link_left(choice, failed, reason) from error
     return reason

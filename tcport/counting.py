@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import collections
-import threading
 
-_lock = threading.Lock()
+from tcport.locks import process_lock
+
+_lock = process_lock()
 _counts: collections.Counter[str] = collections.Counter()
 
 

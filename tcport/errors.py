@@ -25,6 +25,14 @@ class TcportError(Exception):
         return f"{self.cause} {self.remedy}"
 
 
+def text_of(error: BaseException) -> str:
+    """What an exception says; one whose own text raises says that, as anyone's may come by here."""
+    try:
+        return str(error)
+    except Exception as broken:  # noqa: BLE001  (it is part of the text)
+        return f"(its text cannot be had: {type(broken).__name__})"
+
+
 class ShapeError(TcportError, ValueError):
     """A tensor has the wrong rank or size, or two tensors disagree about a dimension."""
 

@@ -19,6 +19,7 @@ from tcport.errors import (
     OutOfResourcesError,
     SelfTestError,
     TcportError,
+    text_of,
 )
 from tcport.report import Cause
 
@@ -57,7 +58,7 @@ def cause_of(error: BaseException) -> Cause | None:
     own = next((e for e in chain if isinstance(e, TcportError)), None)
     if own is not None:
         return _cause_of_own(own)
-    text = "\n".join(f"{type(e).__name__}: {e}" for e in chain)
+    text = "\n".join(f"{type(e).__name__}: {text_of(e)}" for e in chain)
     if _TOOLCHAIN.search(text) or any(_raised_in(e, _TOOLS) for e in chain):
         return "toolchain"
     if any(isinstance(e, OSError) and _raised_in(e, (*_COMPILERS, "torch._inductor.cpp_builder")) for e in chain):
@@ -77,7 +78,7 @@ def raise_if_sticky(error: BaseException, kernel: str) -> None:
     Raises:
         KernelLaunchError: the device reported an illegal access or the like.
     """
-    text = "\n".join(str(e) for e in _causes(error))
+    text = "\n".join(map(text_of, _causes(error)))
     if _STICKY.search(text):
         raise KernelLaunchError(
             f"The device faulted in {kernel}, or in work started before it: {first_line(error)}.",
@@ -88,7 +89,7 @@ def raise_if_sticky(error: BaseException, kernel: str) -> None:
 def first_line(error: BaseException) -> str:
     """What an exception says in one line: the compiler's own words where Inductor wrapped them."""
     inner = getattr(error, "inner_exception", None) or error
-    lines = [line.strip() for line in str(inner).splitlines() if line.strip()]
+    lines = [line.strip() for line in text_of(inner).splitlines() if line.strip()]
     if lines and lines[0].startswith("An exception occurred in a subprocess"):
         lines = lines[-1:]
     return lines[0][:500] if lines else type(inner).__name__

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
 
 from tcport.counting import count
+from tcport.locks import process_lock
 from tcport.options import Options
 from tcport.report import CompileReport, FallbackReason, GraphReport
 
-_lock = threading.Lock()
+_lock = process_lock()
 _last: CompileReport | None = None
 _collectors: list[CompileReport] = []
 _fallbacks: list[FallbackReason] = []

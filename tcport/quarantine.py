@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-import threading
 import time
 from typing import Any
 
 from tcport.fingerprint import fingerprint
+from tcport.locks import process_lock
 from tcport.lowering.candidate import Candidate
 from tcport.lowering.operators import NodeChoice
 from tcport.lowering.spec import compiled_facts
@@ -33,21 +33,30 @@ class Entry:
     until: float | None
 
 
-_lock = threading.Lock()
+_lock = process_lock()
 _entries: dict[str, Entry] = {}
 _version = 0
 _expiry = math.inf
 """When the next entry expires (``time.monotonic`` seconds), or an earlier time."""
 
 
-def add(key: str, reason: FallbackReason) -> None:
-    """Keep a kernel (see :func:`keys_of`) from being tried again for calls like the one that failed."""
+def add(key: str, reason: FallbackReason) -> bool:
+    """Keep a kernel (see :func:`keys_of`) from being tried again for calls like the one that failed.
+
+    Returns:
+        False where another thread has met the failure first.
+    """
     global _version, _expiry
-    until = time.monotonic() + RETRY_AFTER if reason.cause in _PASSING else None
+    now = time.monotonic()
+    until = now + RETRY_AFTER if reason.cause in _PASSING else None
     with _lock:
+        known = _entries.get(key)
+        if known is not None and (known.until is None or now < known.until):
+            return False
         _entries[key] = Entry(reason, until)
         _version += 1
         _expiry = min(_expiry, math.inf if until is None else until)
+        return True
 
 
 def version() -> int:

@@ -10,7 +10,6 @@ aside. A call that failed is not remembered.
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Hashable
 from typing import Any
 
@@ -21,6 +20,7 @@ from tcport.bundle.store import named_folders
 from tcport.chain import Chosen
 from tcport.device import profile_state
 from tcport.kernels.call import share_storage
+from tcport.locks import process_lock
 from tcport.lowering.registry import generation
 
 MOST = 1024
@@ -77,7 +77,7 @@ class _Table:
     known: dict[Hashable, Chosen] = dataclasses.field(default_factory=dict)
 
 
-_lock = threading.Lock()
+_lock = process_lock()
 _table = _Table(None)
 
 

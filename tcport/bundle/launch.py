@@ -8,21 +8,10 @@ from typing import Any
 
 import torch
 
-from tcport.bundle.manifest import Bundle, Entry
+from tcport.bundle.manifest import C_TYPES, Bundle, Entry
 from tcport.counting import count
 from tcport.errors import BundleError
 from tcport.kernels.offline import type_of
-
-_C_TYPES = {
-    "i1": ctypes.c_int8,
-    "u1": ctypes.c_uint8,
-    "i8": ctypes.c_int8,
-    "u8": ctypes.c_uint8,
-    "i32": ctypes.c_int32,
-    "i64": ctypes.c_int64,
-    "fp32": ctypes.c_float,
-    "fp64": ctypes.c_double,
-}
 
 
 class BundleLauncher:
@@ -95,7 +84,7 @@ def mismatch(entry: Entry, kernel: Any, arguments: Mapping[str, Any]) -> str | N
 def pack(values: Sequence[Any], kinds: Sequence[str], hidden: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Arguments as plain numbers and their C types; the hidden ones are null pointers."""
     numbers = tuple(v.data_ptr() if isinstance(v, torch.Tensor) else v for v in values) + (0,) * hidden
-    types = tuple(ctypes.c_void_p if kind.startswith("*") else _C_TYPES[kind] for kind in kinds)
+    types = tuple(ctypes.c_void_p if kind.startswith("*") else C_TYPES[kind] for kind in kinds)
     return numbers, types + (ctypes.c_void_p,) * hidden
 
 

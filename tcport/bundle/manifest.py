@@ -6,6 +6,7 @@ launch whose arguments differ in any of that is refused. Nothing is launched tha
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import hashlib
 import json
@@ -19,6 +20,18 @@ from tcport.errors import BundleError
 MANIFEST = "manifest.json"
 ABI = 1
 """Version of the launch convention: order and types of parameters, hidden ones zero. Others are refused."""
+
+C_TYPES = {
+    "i1": ctypes.c_int8,
+    "u1": ctypes.c_uint8,
+    "i8": ctypes.c_int8,
+    "u8": ctypes.c_uint8,
+    "i32": ctypes.c_int32,
+    "i64": ctypes.c_int64,
+    "fp32": ctypes.c_float,
+    "fp64": ctypes.c_double,
+}
+"""How a parameter that is no pointer is passed, by Triton's name of its type."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,6 +190,7 @@ def _entry(data: Any) -> Entry:
     _require_kinds("an entry", data, _ENTRY)
     _require_kinds("a tile", data["tile"], _TILE)
     _require_inside(data["file"])
+    _require_parameters(data)
     return Entry(**{**data, "aligned": tuple(data["aligned"])})
 
 
@@ -187,6 +201,24 @@ def _require_kinds(what: str, data: Any, kinds: Mapping[str, type]) -> None:
     for name, kind in kinds.items():
         if type(data.get(name)) is not kind:
             raise TypeError(f"{what} has no {name} that is of type {kind.__name__}")
+
+
+def _require_parameters(data: Mapping[str, Any]) -> None:
+    """Every parameter has a type that a launch knows or a value, and sizes are ones that a launch can have."""
+    for name, kind in data["signature"].items():
+        if kind == "constexpr":
+            if name not in data["constants"]:
+                raise ValueError(f"{name} has neither a type nor a value")
+        elif not isinstance(kind, str) or not (kind.startswith("*") or kind in C_TYPES):
+            raise ValueError(f"{name} is of the type {kind!r}")
+    unknown = [name for name in data["aligned"] if data["signature"].get(name, "constexpr") == "constexpr"]
+    if unknown:
+        raise ValueError(f"{unknown[0]!r} is aligned and no parameter")
+    sizes = {name: data[name] for name in ("hidden", "shared")} | {"threads": data["threads"] - 1}
+    sizes |= {name: size - 1 for name, size in data["tile"].items()}
+    wrong = [name for name, size in sizes.items() if not 0 <= size < 2**31]
+    if wrong:
+        raise ValueError(f"{wrong[0]} is out of range")
 
 
 def _require_inside(file: str) -> None:

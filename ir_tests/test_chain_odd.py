@@ -1,0 +1,169 @@
+"""The chain among the odd: exceptions without words, rows nobody could compare, threads, forks, and what is pickled."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fault_injection import TILES, Faulty, installed, raising
+from test_chain import CompilationError, check, problem
+
+import tcport
+from tcport import errors, history, quarantine
+from tcport.errors import LoweringRegistrationError, NoCandidateError
+from tcport.ir import TileConfig
+from tcport.kernels import reference
+from tcport.lowering.candidate import Candidate, Verdict
+from tcport.lowering.operators import PAGED_ATTENTION
+from tcport.lowering.registry import register_lowering, rows, unregister_lowering
+
+
+@pytest.fixture(autouse=True)
+def _no_failure_remembered() -> Iterator[None]:
+    quarantine.clear()
+    yield
+    quarantine.clear()
+
+
+class Mute(CompilationError):
+    """Its own text raises."""
+
+    def __str__(self) -> str:
+        raise OSError("no words")
+
+
+Mute.__module__ = "triton.compiler.errors"
+
+
+def test_an_exception_that_cannot_say_what_it_is_costs_its_kernel_alone(caplog: pytest.LogCaptureFixture) -> None:
+    with installed(Faulty(raising(Mute(), TILES[:1]))):
+        check(problem())
+    step = history.fallbacks()[-1]
+    assert (step.cause, step.error, step.message) == ("build", "Mute", "(its text cannot be had: OSError)")
+
+    def lower(spec: object, profile: object) -> Candidate:
+        raise Mute
+
+    register_lowering("paged_attention", name="mute", priority=9)(lower)
+    try:
+        check(problem())
+    finally:
+        unregister_lowering("paged_attention", "mute")
+    assert "mute of paged_attention: its lowering failed: Mute: (its text cannot be had: OSError)" in caplog.messages
+
+
+def test_threads_that_meet_one_failure_take_one_step() -> None:
+    """Each of eight threads has begun the call before the first of them fails."""
+    together = threading.Barrier(8, timeout=60)
+
+    def fault(tile: TileConfig) -> None:
+        if tile == TILES[0]:
+            together.wait()
+            raise CompilationError("no")
+
+    steps, counted = len(history.fallbacks()), tcport.counters().get("fallback build", 0)
+    with installed(Faulty(fault)) as kernel, ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda seed: check(problem(seed=seed)), range(8)))
+        check(problem(seed=9))
+    assert kernel.calls.count(TILES[0]) == 8
+    assert [step.kernel for step in history.fallbacks()[steps:]] == ["faulty [tuned] 64x64 w4 st3"]
+    assert tcport.counters()["fallback build"] == counted + 1
+
+
+def test_a_fork_in_the_middle_of_a_step_leaves_the_child_no_lock() -> None:
+    """A thread that holds a lock is not in the child, and would hold it there for ever."""
+    program = """
+import os, threading, time
+from tcport import counting, history, quarantine
+for module in (counting, history, quarantine):
+    held = threading.Event()
+    def hold():
+        with module._lock:
+            held.set()
+            time.sleep(0.5)
+    threading.Thread(target=hold).start()
+    held.wait()
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if module._lock.acquire(timeout=20) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, module
+"""
+    root = str(Path(__file__).resolve().parents[1])
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_kernel_that_cannot_say_whether_it_stands_aside_is_not_asked_to_run(caplog: pytest.LogCaptureFixture) -> None:
+    def lower(spec: object, profile: object) -> Candidate:
+        return Candidate("mine", "tuned", lambda call, launch: 1 // 0, aside=lambda call: str(1 // 0))
+
+    register_lowering("paged_attention", name="mine", priority=9)(lower)
+    try:
+        for _ in range(2):
+            check(problem())
+        with pytest.raises(NoCandidateError, match="it cannot say whether it stands aside: ZeroDivisionError"):
+            tcport.chain.run(PAGED_ATTENTION, PAGED_ATTENTION.call(*problem()), kernel="mine")
+    finally:
+        unregister_lowering("paged_attention", "mine")
+    assert len([said for said in caplog.messages if said.startswith("mine [tuned]: it cannot say")]) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"arch": 90}, "has the arch 90. Give a str."),
+        ({"name": b"mine"}, "has the name b'mine'. Give a str."),
+        ({"flags": "tma"}, "has the flags 'tma'. Give a tuple of str"),
+        ({"flags": (1,)}, "has the flags (1,)."),
+        ({"priority": None}, "has the priority None. Give a whole number."),
+        ({"priority": "9"}, "has the priority '9'."),
+    ],
+)
+def test_a_row_that_could_not_be_compared_is_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(LoweringRegistrationError, match=re.escape(said)):
+        register_lowering("paged_attention", **given)
+    check(problem())
+
+
+def test_a_row_whose_state_cannot_be_had_is_told_and_costs_nothing_else() -> None:
+    def broken() -> str:
+        raise OSError("no library")
+
+    register_lowering("paged_attention", name="mine", vendor="cpu", state=broken)(lambda spec, profile: Verdict.no("x"))
+    try:
+        q, *rest = problem()
+        out = torch.compile(tcport.paged_attention, backend="tcport")(q, *rest)
+        torch.testing.assert_close(out, reference.paged_attention(q, *rest)[0], rtol=1e-5, atol=1e-5)
+        (row,) = [row for row in rows("paged_attention") if row.name == "mine"]
+        assert row.state_for({"cpu"}) == "its state cannot be had: OSError: no library"
+        assert row.state_for({"nvidia"}) == ""
+    finally:
+        unregister_lowering("paged_attention", "mine")
+
+
+def test_reports_and_errors_travel_between_processes() -> None:
+    with installed(Faulty(raising(CompilationError("no"), TILES[:1]))):
+        report = tcport.explain(tcport.paged_attention, *problem())
+    assert report.graphs[0].fallbacks
+    for travelling in (report, tcport.last_report(), history.fallbacks()):
+        assert pickle.loads(pickle.dumps(travelling)) == travelling
+    assert json.loads(json.dumps(report.to_dict()))["graphs"][0]["fallbacks"][0]["cause"] == "build"
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.TcportError)]
+    for kind in kinds:
+        error = kind("It failed.", "Mend it.")
+        error.final = True
+        arrived = pickle.loads(pickle.dumps(error))
+        assert (type(arrived), str(arrived), arrived.final) == (kind, "It failed. Mend it.", True)
