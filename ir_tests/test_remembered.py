@@ -482,3 +482,26 @@ def test_what_compiled_code_does_is_unchanged_by_what_eager_calls_left(chosen: l
     report = tcport.last_report()
     assert report is not None
     assert [node.op for node in report.nodes] == ["paged_attention"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("q_lens", [(1, 1), (256, 200)], ids=["decode", "prompts"])
+def test_on_a_gpu_each_remembered_call_reads_its_own_tensors_and_addresses(
+    q_lens: tuple[int, int], chosen: list[str]
+) -> None:
+    """Every other K begins where the Hopper kernel's copies cannot: asked each time, it stands aside for these."""
+    steps = history.fallbacks()
+    for seed in range(4):
+        rng = torch.Generator().manual_seed(seed)
+        query = torch.randn(sum(q_lens), 32, 128, generator=rng).bfloat16()
+        k, v = (torch.randn(40, 16, 8, 128, generator=rng).bfloat16() for _ in "kv")
+        table = torch.randperm(40, generator=rng)[:38].view(2, 19).int()
+        starts = [torch.tensor([0, q_lens[0], sum(q_lens)])] if sum(q_lens) > 2 else []
+        args = (query, k, v, table, torch.tensor([300, 220]), *starts)
+        there = [tensor.cuda() for tensor in args]
+        if seed % 2:
+            there[1] = torch.cat([k.new_zeros(1), k.flatten()]).cuda()[1:].view(k.shape)
+        out = tcport.paged_attention(*there)
+        torch.testing.assert_close(out.cpu().double(), want(args).double(), rtol=2e-2, atol=2e-2)
+    assert len(chosen) <= 2  # what the first call finds out of the device may be a new state
+    assert history.fallbacks() == steps
