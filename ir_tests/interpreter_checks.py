@@ -23,6 +23,8 @@ from tcport.testing import PagedBatch, paged_batches
 
 DECODE = Case((37, 0, 65, 1))
 VARLEN = Case((37, 0, 65, 9), q_lens=(5, 1, 40, 0), uncovered=(2, 3))
+LONG = Case((1030, 3, 0, 260, 65), heads=(2, 1))
+BROAD = TileConfig(16, 128, 4, 1)
 NARROW, WIDE = TileConfig(16, 32, 4, 1), TileConfig(64, 32, 4, 1)
 
 OPTIONS = {
@@ -47,6 +49,10 @@ def attention_cases() -> dict[str, tuple[Case, TileConfig, float]]:
     for name, options in OPTIONS.items():
         table[f"decode, {name}"] = (DECODE.with_options(**options), dataclasses.replace(NARROW, num_splits=2), 1e-5)
         table[f"varlen, {name}"] = (VARLEN.with_options(**options), WIDE, 1e-5)
+        cut = dataclasses.replace(LONG.with_options(**options), seed=len(name))
+        table[f"decode by length, {name}"] = (cut, dataclasses.replace(BROAD, parts=2), 1e-5)
+    for lens in ((2000,), (1100, *(0,) * 5), (1100, *(1,) * 140), (1200, 300, 300), (400,) * 3 + (1025,)):
+        table[f"by length, {lens[:4]} of {len(lens)}"] = (Case(lens), dataclasses.replace(BROAD, parts=3), 1e-5)
     for layout, dims in LAYOUTS.items():
         case = dataclasses.replace(DECODE, layout=layout, dims=dims, strided_query=True, heads=(10, 2), page=7)
         table[f"layout {layout}"] = (dataclasses.replace(case, index_dtype=torch.int64), NARROW, 1e-5)
@@ -83,14 +89,15 @@ def attention(case: Case, config: TileConfig, tolerance: float) -> None:
         max_length=40,
     ),
     num_splits=st.integers(1, 3),
+    parts=st.sampled_from([0, 2, 3]),
 )
-def any_batch(batch: PagedBatch, num_splits: int) -> None:
+def any_batch(batch: PagedBatch, num_splits: int, parts: int) -> None:
     from tcport.kernels.triton_decode import paged_decode
     from tcport.kernels.triton_prefill import paged_prefill
 
     call = AttentionCall.of(**batch.arguments, return_lse=True)
     entry, tile = (paged_decode, NARROW) if call.cu_seqlens_q is None else (paged_prefill, WIDE)
-    batch.check(*entry(call, dataclasses.replace(tile, num_splits=num_splits), lambda kernel: kernel))
+    batch.check(*entry(call, dataclasses.replace(tile, num_splits=num_splits, parts=parts), lambda kernel: kernel))
 
 
 def write(

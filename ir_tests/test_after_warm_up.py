@@ -109,14 +109,14 @@ WHOLE_AND_SPLIT = ["combine_kernel", "paged_attention_kernel", "paged_attention_
 
 
 @pytest.mark.parametrize("aligned", [True, False])
-def test_eager_decode_compiles_three_kernels_for_every_batch_and_length(compiled_by, aligned: bool) -> None:
-    """One for whole sequences, one for parts of them, and one that merges the parts."""
+def test_eager_decode_compiles_five_kernels_for_every_batch_and_length(compiled_by, aligned: bool) -> None:
+    """For whole sequences, for equal numbers of parts, for parts by the lengths, and two that merge parts."""
     found: set[tuple[str, str]] = set()
     for size, keys in itertools.product(range(1, 65), LENGTHS):
         found |= compiled_by(PAGED_ATTENTION, attention(size, keys), aligned)
-    assert names(found) == WHOLE_AND_SPLIT
-    # Two calls warm all of it up: one sequence with a long table, and one with a short table.
-    warm = compiled_by(PAGED_ATTENTION, attention(1, 4096)) | compiled_by(PAGED_ATTENTION, attention(1, 16))
+    assert names(found) == sorted([*WHOLE_AND_SPLIT, "combine_kernel", "paged_attention_kernel"])
+    # Three calls warm all of it up: one sequence with a short table, and one and two with a long one.
+    warm = set().union(*(compiled_by(PAGED_ATTENTION, attention(*sizes)) for sizes in ((1, 16), (1, 4096), (2, 4096))))
     assert aligned is False or warm == found
 
 

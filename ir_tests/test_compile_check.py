@@ -146,7 +146,7 @@ def test_the_real_compiler_s_word(compiler: Compiler, monkeypatch: pytest.Monkey
     monkeypatch.setattr(compile_check, "is_present", lambda profile: True)
     monkeypatch.delenv("TCPORT_COMPILE_CHECK", raising=False)
     first = select("paged_attention", decode_spec(dim_qk=256, dim_v=256), H200).candidates[0]
-    assert str(first) == "triton_decode [tuned] 16x32 w2 st2"
+    assert str(first) == "triton_decode [tuned] 16x32 w2 st2 parts 2"
     name, _, rest = first.footprint.partition(": ")
     assert name == "paged_attention_kernel"
     assert 40960 <= int(rest.split(" ")[0]) < 40960 + 2048

@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 
 from tcport.device import DeviceProfile, catalogue, catalogue_profile
 from tcport.errors import ArgumentError, NoTileError
-from tcport.ir import BATCH, TOKENS, AttentionSpec
+from tcport.ir import BATCH, TOKENS, AttentionSpec, TileConfig
 from tcport.kernels.call import WriteCall
 from tcport.kernels.offline import record
 from tcport.lowering.registry import select
 from tcport.lowering.spec import WriteSpec
 from tcport.tiling import TileLayoutOptimizer, rank_tiles, rank_write_tiles
 from tcport.tiling.plan import plain_spec
-from tcport.tiling.problem import padded, split_head_dim
+from tcport.tiling.problem import padded, problem_of, split_head_dim
+from tcport.tiling.splits import part_count
 
 H200 = catalogue_profile("h200")
 SLICE = H200.replace(compute_units=14, memory_bytes=10 << 30)
@@ -71,8 +72,25 @@ def test_open_sizes_are_cut_as_known_ones_are():
     assert prefill.splits(16, 64, 4096) == 1
 
 
+@pytest.mark.parametrize(
+    ("sequences", "resident", "parts"), [(2, 6, 25), (8, 6, 7), (16, 6, 4), (64, 6, 3), (64, 8, 2), (256, 6, 2)]
+)
+def test_parts_of_a_batch_fill_the_device_once_or_twice(sequences, resident, parts):
+    """By hand, for 8 KV heads on 132 units: 3 x 132 CTAs or three parts each, within what is resident or twice that."""
+    sizes = {"units": 132, "resident": resident}
+    assert part_count(problem_of(decode_spec(batch=sequences)), 16, 32, **sizes) == parts
+    batch, context = (sympy.Symbol(name, positive=True, integer=True) for name in ("s0", "s1"))
+    open_sizes = problem_of(decode_spec(num_seqs=batch, num_tokens=batch, max_context=context))
+    tile = TileConfig(16, 32, 1, 3, parts=part_count(open_sizes, 16, 32, **sizes))
+    assert tile.parts_each(sequences, sequences, 8192) == parts
+    assert tile.parts_each(sequences, sequences, 256) == (2 if parts != 3 else 3)
+
+
 def test_a_forced_number_of_splits_is_kept():
-    assert {c.num_splits for c in rank_tiles(decode_spec(num_splits=3), H200).configs} == {3}
+    forced = rank_tiles(decode_spec(num_splits=3), H200).configs
+    assert {(config.num_splits, config.parts) for config in forced} == {(3, 0)}
+    assert {config.parts for config in rank_tiles(decode_spec(batch_invariant=True), H200).configs} == {0}
+    assert {config.parts for config in rank_tiles(decode_spec(tokens=64), H200).configs} == {0}
 
 
 @pytest.mark.parametrize("tokens", [None, 512])

@@ -63,6 +63,17 @@ def test_options(case: Case, splits: int, options: dict, dtype: torch.dtype) -> 
     verify(dataclasses.replace(case, dtype=dtype).with_options(**options), config)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("options", [{}, {"sinks": True, "window": 700}, {"chunk": 256}, {"mask": 900}], ids=str)
+@pytest.mark.parametrize(
+    "lens", [(3000,), (5000, *(0,) * 9), (1100, *(1,) * 300), (2048,) * 8, (4097, 5, 4096, 1, 900)], ids=sum
+)
+def test_batches_cut_by_their_lengths(lens: tuple[int, ...], options: dict, dtype: torch.dtype) -> None:
+    case = Case(lens, heads=(8, 2), dims=(128, 128), dtype=dtype).with_options(**options)
+    for parts in (2, 3, 8):
+        verify(case, dataclasses.replace(DECODE_TILE, parts=parts))
+
+
 @pytest.mark.parametrize("page", [1, 5, 16, 64, 1056])
 @pytest.mark.parametrize(
     "config",

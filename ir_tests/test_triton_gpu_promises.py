@@ -90,7 +90,8 @@ def test_a_batch_invariant_result_is_the_same_alone_and_in_a_batch() -> None:
 
 
 def test_two_runs_give_the_same_bits() -> None:
-    for case, config in ((DECODE, dataclasses.replace(DECODE_TILE, num_splits=5)), (VARLEN, VARLEN_TILE)):
+    by_length = dataclasses.replace(DECODE, lens=(3000, 37, 0, 1100)), dataclasses.replace(DECODE_TILE, parts=3)
+    for case, config in ((DECODE, dataclasses.replace(DECODE_TILE, num_splits=5)), by_length, (VARLEN, VARLEN_TILE)):
         call = build(dataclasses.replace(case, dtype=BF16), "cuda")
         first = attend(call, config)
         assert all(torch.equal(a, b) for _ in range(10) for a, b in zip(first, attend(call, config), strict=True))
@@ -121,9 +122,12 @@ def test_no_compilation_after_the_first_call_of_a_kind() -> None:
     assert compiled == []
 
 
-@pytest.mark.parametrize("case", [DECODE, VARLEN], ids=["decode", "varlen"])
+LONG_DECODE = dataclasses.replace(DECODE, lens=(1500, 0, *DECODE.lens[2:]))
+
+
+@pytest.mark.parametrize("case", [DECODE, LONG_DECODE, VARLEN], ids=["decode", "by length", "varlen"])
 def test_a_captured_graph_follows_lengths_changed_in_place(case: Case) -> None:
-    config = dataclasses.replace(tile_of(case), num_splits=2)
+    config = dataclasses.replace(tile_of(case), num_splits=2, parts=2)
     call = build(dataclasses.replace(case, dtype=BF16), "cuda")
     attend(call, config)
     torch.cuda.synchronize()
@@ -142,7 +146,7 @@ def test_a_captured_graph_follows_lengths_changed_in_place(case: Case) -> None:
 @pytest.mark.parametrize("case", [DECODE, VARLEN], ids=["decode", "varlen"])
 def test_compiled_by_inductor_with_symbolic_sizes(case: Case) -> None:
     """The entries traced with ``wrap_triton`` become user-defined kernels of Inductor, one graph for all batches."""
-    config = dataclasses.replace(DECODE_TILE, num_splits=1 + CeilDiv(8, BATCH))
+    config = dataclasses.replace(DECODE_TILE, num_splits=1 + CeilDiv(8, BATCH), parts=2 + CeilDiv(8, BATCH))
     options = {"window": 50, "softcap": 4.0, "sinks": True, "alibi_slopes": True}
     case = dataclasses.replace(case, dtype=BF16, kv_dtype=torch.float8_e4m3fn, scales="token").with_options(**options)
     call = build(case, "cuda")

@@ -41,6 +41,16 @@ def launches_and_guards(entry: Callable[..., object], *args: torch.Tensor) -> tu
     return sum("triton_kernel_wrapper" in name for name in names), {guard.expr for guard in graph.shape_env.guards}
 
 
+def test_decode_by_length_takes_any_batch_and_table() -> None:
+    def entry(*args: torch.Tensor) -> object:
+        call = AttentionCall.of(*args, window=50)
+        return paged_decode(call, TileConfig(16, 64, 2, 3, parts=BY_ALL_SIZES), torch.library.wrap_triton)
+
+    count, guards = launches_and_guards(entry, *tensors(5, 5).values())
+    assert count == 2
+    assert_only_static_sizes_are_assumed(guards)
+
+
 def assert_only_static_sizes_are_assumed(guards: set[sympy.Expr]) -> None:
     for guard in guards:
         assert isinstance(guard, sympy.Eq), guard

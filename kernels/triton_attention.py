@@ -5,6 +5,10 @@ Program ``(x, y)`` handles one KV head (x, fastest, so that neighbours read neig
 query rows (x) and one split of the keys (y). Without ``cu_seqlens_q`` a block is the one token of one sequence;
 with it, up to ``BLOCK_M // GROUP`` tokens of one sequence, found on the device. Results of split y go
 to slice y of ``out [splits, T, Hq, Dv]`` and ``lse [splits, T, Hq]``, both contiguous.
+
+With ``parts`` the device cuts the keys of one-token sequences by their lengths, which no host reads: x names one part
+of one sequence (:mod:`tcport.kernels.triton_parts`). A sequence of one part goes to ``out`` and ``lse``, the parts of
+others to row x of ``part_out [P, Hq, Dv]`` and ``part_lse [P, Hq]``; ``parts [B, 2]`` takes first and number of each.
 """
 
 from __future__ import annotations
@@ -12,9 +16,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tcport.kernels.triton_parts import part_length, parts_of, visible_tiles
 from tcport.kernels.triton_tile import LN2, LOG2E, attend, finish, load_query, main_span, split_span, visible_range
 
 _SEGMENTS_AT_ONCE = tl.constexpr(256)
+_LENGTHS_AT_ONCE = tl.constexpr(128)
 
 
 @triton.jit(
@@ -25,6 +31,7 @@ _SEGMENTS_AT_ONCE = tl.constexpr(256)
     ],
     do_not_specialize_on_alignment=[
         "block_table", "seq_lens", "cu_seqlens_q", "mask", "alibi_slopes", "sinks", "k_scale", "v_scale", "lse",
+        "part_out", "part_lse", "parts",
     ],
 )  # fmt: skip
 def paged_attention_kernel(
@@ -36,6 +43,9 @@ def paged_attention_kernel(
     cu_seqlens_q,
     out,
     lse,
+    part_out,
+    part_lse,
+    parts,
     alibi_slopes,
     sinks,
     k_scale,
@@ -93,7 +103,11 @@ def paged_attention_kernel(
     CAUSAL: tl.constexpr,
     FP32: tl.constexpr,
 ):
-    """One block of rows, one split of the keys; see the module. None stands for an option that is not used."""
+    """One block of rows, one split of the keys; see the module. None stands for an option that is not used.
+
+    Args:
+        num_splits: of every sequence; with ``parts``, the most of all sequences, of which there are no more.
+    """
     HEAD_BLOCKS: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
     HEADS: tl.constexpr = GROUP if HEAD_BLOCKS == 1 else BLOCK_M
     TOKENS: tl.constexpr = 1 if cu_seqlens_q is None else BLOCK_M // HEADS
@@ -102,7 +116,44 @@ def paged_attention_kernel(
     block = tl.program_id(0) // (NUM_KV_HEADS * HEAD_BLOCKS)
     split = tl.program_id(1)
 
-    if cu_seqlens_q is None:
+    part = block
+    if parts is not None:
+        # (Loads stand here and not in a function of their own for the reason given below.)
+        total = block * 0
+        for first in range(0, num_seqs, _LENGTHS_AT_ONCE):
+            seqs = first + tl.arange(0, _LENGTHS_AT_ONCE)
+            lens = tl.load(seq_lens + seqs.to(tl.int64) * lens_stride, mask=seqs < num_seqs, other=0).to(tl.int32)
+            total += tl.sum(visible_tiles(lens, window, chunk, mask_columns, BLOCK_N, CAUSAL), 0)
+        # The shortest of three lengths of which there are not too many parts; of the longest there never are.
+        length_0 = part_length(total, num_splits, num_seqs, 0, BLOCK_N)
+        length_2 = part_length(total, num_splits, num_seqs, 2, BLOCK_N)
+        length_4 = part_length(total, num_splits, num_seqs, 4, BLOCK_N)
+        number_0, number_2 = block * 0, block * 0
+        for first in range(0, num_seqs, _LENGTHS_AT_ONCE):
+            seqs = first + tl.arange(0, _LENGTHS_AT_ONCE)
+            lens = tl.load(seq_lens + seqs.to(tl.int64) * lens_stride, mask=seqs < num_seqs, other=0).to(tl.int32)
+            tiles = visible_tiles(lens, window, chunk, mask_columns, BLOCK_N, CAUSAL)
+            number_0 += tl.sum(tl.where(seqs < num_seqs, parts_of(tiles, length_0), 0), 0)
+            number_2 += tl.sum(tl.where(seqs < num_seqs, parts_of(tiles, length_2), 0), 0)
+        length = tl.where(number_2 <= num_splits, length_2, length_4)
+        length = tl.where(number_0 <= num_splits, length_0, length)
+        begun, split, count = block * 0, block * 0, block * 0
+        block, num_splits = block * 0, block * 0
+        for first in range(0, num_seqs, _LENGTHS_AT_ONCE):
+            seqs = first + tl.arange(0, _LENGTHS_AT_ONCE)
+            lens = tl.load(seq_lens + seqs.to(tl.int64) * lens_stride, mask=seqs < num_seqs, other=0).to(tl.int32)
+            tiles = visible_tiles(lens, window, chunk, mask_columns, BLOCK_N, CAUSAL)
+            numbers = tl.where(seqs < num_seqs, parts_of(tiles, length), 0)
+            ends = begun + tl.cumsum(numbers, 0)
+            here = (part < ends) & (part >= ends - numbers)
+            count += tl.sum(here.to(tl.int32), 0)
+            block += tl.sum(tl.where(here, seqs, 0), 0)
+            split += tl.sum(tl.where(here, part - (ends - numbers), 0), 0)
+            num_splits += tl.sum(tl.where(here, numbers, 0), 0)
+            begun += tl.sum(numbers, 0)
+        seq, seq_end, first_token = block, block + 1, block
+        covered = count > 0
+    elif cu_seqlens_q is None:
         seq, seq_end, first_token = block, block + 1, block
         covered = block < num_seqs
         count = covered.to(tl.int32)
@@ -212,10 +263,22 @@ def paged_attention_kernel(
     )  # fmt: skip
 
     dim = tl.arange(0, BLOCK_V)
+    result *= v_head_scale
+    if parts is not None:
+        cut = tl.zeros([BLOCK_M], tl.int32) + num_splits > 1
+        target = part.to(tl.int64) * (NUM_KV_HEADS * GROUP) + q_head
+        into = (valid & cut)[:, None] & (dim < DIM_V)[None, :]
+        tl.store(part_out + target[:, None] * DIM_V + dim[None, :], result, mask=into)
+        tl.store(part_lse + target, log_sum * LN2, mask=valid & cut)
+        if (split == 0) & (kv_head == 0) & (head_block == 0):
+            tl.store(parts + seq.to(tl.int64) * 2, part)
+            tl.store(parts + seq.to(tl.int64) * 2 + 1, num_splits)
+        valid = valid & (cut == 0)
+        split *= 0
     target = (split.to(tl.int64) * num_tokens + token) * (NUM_KV_HEADS * GROUP) + q_head
     tl.store(
         out + target[:, None] * DIM_V + dim[None, :],
-        (result * v_head_scale).to(out.dtype.element_ty),
+        result.to(out.dtype.element_ty),
         mask=valid[:, None] & (dim < DIM_V)[None, :],
     )
     if lse is not None:

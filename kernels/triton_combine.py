@@ -20,12 +20,15 @@ def combine(
     lse: Tensor | None,
     num_warps: int,
     launch: Launcher,
+    parts: Tensor | None = None,
 ) -> None:
     """Write the attention over all keys, from the results over each split of them.
 
     Args:
-        partial_out: ``[S * T * Hq * Dv]`` fp32. partial_lse: ``[S * T * Hq]`` fp32.
+        partial_out: ``[S * T * Hq * Dv]`` fp32. partial_lse: ``[S * T * Hq]`` fp32. With ``parts``, as many rows of
+            ``Hq`` heads as there are parts.
         out: ``[T, Hq, Dv]``, contiguous, written. lse: ``[T, Hq]`` fp32, contiguous, written; None: not wanted.
+        parts: ``[T, 2]`` int32: each token's first part and its number of parts; a token of one part is left as it is.
     """
     num_rows, v_dim = out.shape[0] * out.shape[1], int(out.shape[2])
     launch(combine_kernel)[(torch.sym_max(num_rows, 1),)](
@@ -33,8 +36,10 @@ def combine(
         partial_lse=partial_lse,
         out=out,
         lse=lse,
+        parts=parts,
         num_rows=num_rows,
         num_splits=num_splits,
+        NUM_HEADS=int(out.shape[1]),
         DIM_V=v_dim,
         BLOCK_V=triton.next_power_of_2(v_dim),
         BLOCK_S=_SPLITS_AT_ONCE,
@@ -42,14 +47,16 @@ def combine(
     )
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_splits"], do_not_specialize_on_alignment=["lse"])
+@triton.jit(do_not_specialize=["num_rows", "num_splits"], do_not_specialize_on_alignment=["lse", "parts"])
 def combine_kernel(
     partial_out,
     partial_lse,
     out,
     lse,
+    parts,
     num_rows,
     num_splits,
+    NUM_HEADS: tl.constexpr,
     DIM_V: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -58,13 +65,21 @@ def combine_kernel(
     row = tl.program_id(0).to(tl.int64)
     if row >= num_rows:
         return
+    first, apart = row, num_rows
+    if parts is not None:
+        token = row // NUM_HEADS
+        first = tl.load(parts + token * 2).to(tl.int64) * NUM_HEADS + row % NUM_HEADS
+        num_splits = tl.load(parts + token * 2 + 1)
+        apart = NUM_HEADS
+        if num_splits == 1:
+            return
     dim = tl.arange(0, BLOCK_V)
     total = tl.zeros([BLOCK_V], tl.float32)
     denominator = 0.0
     maximum = float("-inf")
     for start in range(0, num_splits, BLOCK_S):
         split = start + tl.arange(0, BLOCK_S)
-        at = split.to(tl.int64) * num_rows + row
+        at = split.to(tl.int64) * apart + first
         part_lse = tl.load(partial_lse + at, mask=split < num_splits, other=float("-inf"))
         part = tl.load(
             partial_out + at[:, None] * DIM_V + dim[None, :],

@@ -1,4 +1,9 @@
-"""One launch over blocks of query rows and splits of the keys, and the merge of the splits."""
+"""One launch over blocks of query rows and splits of the keys, and the merge of the splits.
+
+Keys are cut in one of two ways. Splits cut every sequence into the same number: a prompt's keys, and calls whose
+results must not depend on the rest of the batch. Parts (:mod:`tcport.kernels.triton_parts`) cut a decode batch by its
+lengths.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +12,11 @@ from torch import Tensor
 
 from tcport.ir import TileConfig
 from tcport.kernels.call import AttentionCall, Launcher
-from tcport.kernels.triton_arguments import attention_arguments
+from tcport.kernels.triton_arguments import attention_arguments, head_blocks
 from tcport.kernels.triton_attention import paged_attention_kernel
 from tcport.kernels.triton_combine import combine
 
+_FEW_KEYS = 1024
 _MOST_SPLITS = 2**16 - 1  # of the second grid dimension, on CUDA and on HIP
 
 
@@ -35,6 +41,9 @@ def attend_in_splits(
             **attention_arguments(call, config),
             out=target,
             lse=target_lse,
+            part_out=None,
+            part_lse=None,
+            parts=None,
             num_seqs=call.seq_lens.shape[0],
             num_tokens=num_tokens,
             num_splits=splits,
@@ -52,6 +61,52 @@ def attend_in_splits(
     attend(partial_out, partial_lse)
     combine(partial_out, partial_lse, splits, out, wanted_lse, config.num_warps, launch)
     return out, lse
+
+
+def attend_in_parts(
+    call: AttentionCall, config: TileConfig, launch: Launcher, most: int | torch.SymInt
+) -> tuple[Tensor, Tensor]:
+    """One query token per sequence, the keys of the batch cut into at most ``most`` parts for each block of heads."""
+    query = call.query
+    num_tokens, num_heads = query.shape[0], int(query.shape[1])
+    num_kv_heads, v_dim = int(call.v_cache.shape[2]), int(call.v_cache.shape[3])
+    num_seqs = call.seq_lens.shape[0]
+    out = query.new_empty(num_tokens, num_heads, v_dim)
+    lse = query.new_empty((num_tokens, num_heads) if call.return_lse else (0,), dtype=torch.float32)
+    wanted_lse = lse if call.return_lse else None
+    part_out = query.new_empty(most * num_heads * v_dim, dtype=torch.float32)
+    part_lse = query.new_empty(most * num_heads, dtype=torch.float32)
+    parts = query.new_empty(num_seqs * 2, dtype=torch.int32)
+    launch(paged_attention_kernel)[(most * head_blocks(call, config) * num_kv_heads, 1)](
+        **attention_arguments(call, config),
+        out=out,
+        lse=wanted_lse,
+        part_out=part_out,
+        part_lse=part_lse,
+        parts=parts,
+        num_seqs=num_seqs,
+        num_tokens=num_tokens,
+        num_splits=most,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    combine(part_out, part_lse, most, out, wanted_lse, config.num_warps, launch, parts)
+    return out, lse
+
+
+def number_of_parts(call: AttentionCall, config: TileConfig) -> int | torch.SymInt:
+    """The most parts that the keys of a batch are cut into; 0 where every sequence is cut into the same number.
+
+    Every sequence may begin a part of its own, so there are two for each at least. One sequence alone has nothing to be
+    balanced with, and with few keys less is lost by an uneven batch than by a merge.
+    """
+    if config.parts == 0 or call.num_splits is not None or call.batch_invariant:
+        return 0
+    seqs, context = call.seq_lens.shape[0], call.block_table.shape[1] * int(call.k_cache.shape[1])
+    if (isinstance(seqs, int) and seqs < 2) or (isinstance(context, int) and context <= _FEW_KEYS):
+        return 0
+    each = torch.sym_max(2, config.parts_each(seqs, call.query.shape[0], context))
+    return torch.sym_max(1, seqs * each)  # type: ignore[return-value]
 
 
 def number_of_splits(call: AttentionCall, config: TileConfig) -> int | torch.SymInt:

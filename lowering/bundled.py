@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -81,7 +80,7 @@ def _with_splits(tile: TileConfig, spec: AttentionSpec | WriteSpec, profile: Dev
 
 
 def _runner(name: str, config: TileConfig, launcher: Launcher) -> Callable[[Any, Launcher], Any]:
-    tile = str(dataclasses.replace(config, num_splits=1))
+    tile = str(config.uncut)
 
     def run(call: AttentionCall | WriteCall, launch: Launcher) -> Any:
         if launch is torch.library.wrap_triton or getattr(launch, "traced", False):

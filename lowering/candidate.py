@@ -106,10 +106,10 @@ class Candidate:
 
     @property
     def uncut(self) -> Candidate:
-        """It without its number of splits, which is no part of what is compiled."""
+        """It without numbers of splits and parts, which are no part of what is compiled."""
         if not isinstance(self.config, TileConfig):
             return self
-        return dataclasses.replace(self, config=dataclasses.replace(self.config, num_splits=1))
+        return dataclasses.replace(self, config=self.config.uncut)
 
     def __str__(self) -> str:
         return f"{self.kernel} [{self.tier}]" + "".join(

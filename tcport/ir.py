@@ -102,7 +102,8 @@ class TileConfig:
 
     ``block_m`` counts packed rows (query tokens x query heads of one KV head), ``block_n`` counts
     keys. ``num_splits`` is an int or an expression in ``BATCH``, ``TOKENS`` and ``CONTEXT`` built from ``+ - *``,
-    ``CeilDiv``, ``Min`` and ``Max``; 1 means no split-KV.
+    ``CeilDiv``, ``Min`` and ``Max``; 1 means no split-KV. ``parts``, of the same kind, is for kernels that can cut
+    the keys of a batch by its lengths: how many parts a sequence gets on average. With 0 they give each ``num_splits``.
     """
 
     block_m: int
@@ -110,17 +111,29 @@ class TileConfig:
     num_warps: int
     num_stages: int
     num_splits: Dim = 1
-    persistent: bool = False
+    parts: Dim = 0
 
     def splits(self, batch: IntLike, tokens: IntLike, context: IntLike) -> int | IntLike:
         """``num_splits`` for a call of these sizes, each of which may be a ``SymInt`` of a graph being traced."""
-        if isinstance(self.num_splits, int):
-            return self.num_splits
-        return _evaluator(self.num_splits)(*(_largest(size, 1) for size in (batch, tokens, context)))
+        return _evaluated(self.num_splits, batch, tokens, context)
+
+    def parts_each(self, batch: IntLike, tokens: IntLike, context: IntLike) -> int | IntLike:
+        """``parts`` for a call of these sizes; likewise."""
+        return _evaluated(self.parts, batch, tokens, context)
+
+    @property
+    def uncut(self) -> TileConfig:
+        """It without the numbers of splits and parts, which are no part of what is compiled."""
+        return dataclasses.replace(self, num_splits=1, parts=0)
 
     def __str__(self) -> str:
         tail = f" splits {self.num_splits}" if self.num_splits != 1 else ""
+        tail += f" parts {self.parts}" if self.parts != 0 else ""
         return f"{self.block_m}x{self.block_n} w{self.num_warps} st{self.num_stages}{tail}"
+
+
+def _evaluated(size: Dim, *sizes: Any) -> Any:
+    return size if isinstance(size, int) else _evaluator(size)(*(_largest(each, 1) for each in sizes))
 
 
 @functools.lru_cache(maxsize=4096)

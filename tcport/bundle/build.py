@@ -137,8 +137,10 @@ def _jobs(spec: AttentionSpec, profile: DeviceProfile) -> Iterable[_Job]:
     target = target_of(profile)
     for tile in rank_tiles(spec, profile).configs:
         options = dict(target.options(spec, tile))
-        for splits in (4, 1):
-            sized = dataclasses.replace(tile, num_splits=splits)
+        # Whole, cut into equal numbers, and cut by the lengths where the kernel can.
+        cuts = [(1, 0), (4, 0), *([(4, 4)] if tile.parts != 0 else [])]
+        for splits, parts in cuts:
+            sized = dataclasses.replace(tile, num_splits=splits, parts=parts)
             yield _Job(kernel, tile, facts_of(spec), {**request, **_tile_data(sized, options)})
 
 

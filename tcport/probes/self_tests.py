@@ -21,6 +21,7 @@ from tcport.tiling.plan import plain_spec
 
 _HEADS, _KV_HEADS, _DIM, _PAGE = 8, 2, 128, 16
 _LENS = (0, 1, 37, 300)
+_WIDTH = 128  # columns of the block table, for as many keys as a batch must hold to be cut by its lengths
 _DTYPE = torch.bfloat16
 _TOLERANCE = 2e-2  # of 16-bit results for unit-normal inputs
 
@@ -56,7 +57,7 @@ def _hopper_tests(device: torch.device) -> dict[str, Callable[[], str]]:
 
 
 def _attention(entry: Callable[..., tuple[torch.Tensor, torch.Tensor]], call: AttentionCall, tile: TileConfig) -> str:
-    """One call with three splits, whose results the kernel has to merge."""
+    """Calls whose keys are cut for every sequence alike and, where the kernel can, by their lengths."""
     want, _ = reference.paged_attention(
         call.query.cpu(),
         call.k_cache.cpu(),
@@ -65,8 +66,9 @@ def _attention(entry: Callable[..., tuple[torch.Tensor, torch.Tensor]], call: At
         call.seq_lens.cpu(),
         None if call.cu_seqlens_q is None else call.cu_seqlens_q.cpu(),
     )
-    out, _ = entry(call, dataclasses.replace(tile, num_splits=3), _launch)
-    _require_close(out, want)
+    for parts in {tile.parts, 0}:
+        out, _ = entry(call, dataclasses.replace(tile, num_splits=3, parts=parts), _launch)
+        _require_close(out, want)
     return "right"
 
 
@@ -121,6 +123,7 @@ def _problem(device: torch.device, q_lens: tuple[int, ...]) -> AttentionCall:
         torch.randn(pages * len(_LENS), _PAGE, _KV_HEADS, _DIM, device=device).to(_DTYPE) for _ in range(2)
     )
     table = torch.randperm(pages * len(_LENS), device=device).reshape(len(_LENS), pages).int()
+    table = torch.nn.functional.pad(table, (0, _WIDTH - pages))
     lens = torch.tensor(_LENS, device=device).int()
     bounds = None if decode_form else torch.tensor([0, *q_lens], device=device).cumsum(0).int()
     return AttentionCall.of(query, k_cache, v_cache, table, lens, bounds)

@@ -137,9 +137,9 @@ def build_batch(recipe: Recipe) -> PagedBatch:
 
 
 def _block_table(recipe: Recipe, random: torch.Generator) -> tuple[Tensor, int]:
-    """Page ids in random order, int64, and the number of pages; one page and two columns more than needed."""
+    """Page ids in random order, int64, and the number of pages: one more than needed."""
     counts = [math.ceil(length / recipe.page) for length in recipe.lens]
-    table = torch.zeros(len(counts), max(counts, default=0) + 2, dtype=torch.int64)
+    table = torch.zeros(len(counts), max(counts, default=0) + recipe.spare_columns, dtype=torch.int64)
     order = iter(torch.randperm(sum(counts) + 1, generator=random).tolist())
     prefix = [next(order) for _ in range(min(recipe.shared_prefix, max(counts, default=0)))]
     for sequence, count in enumerate(counts):

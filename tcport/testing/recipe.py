@@ -36,6 +36,7 @@ class Recipe:
         behind: elements between the end of one head and the next thing in memory.
         storage_offset: elements before the first cache element; an odd number misaligns it.
         strided_query: the query is a slice of a fused QKV projection.
+        spare_columns: of the block table, beyond those of the longest sequence.
         shared_prefix: pages that all sequences long enough have in common.
         scale: the logit scale; None: the default.
         kv_scales: form of ``k_scale`` and ``v_scale``.
@@ -58,6 +59,7 @@ class Recipe:
     behind: int = 0
     storage_offset: int = 0
     strided_query: bool = False
+    spare_columns: int = 2
     shared_prefix: int = 0
     scale: float | None = None
     kv_scales: ScaleForm = "none"

@@ -9,6 +9,7 @@ from tcport.ir import AttentionSpec, Dim, KVLayout
 from tcport.kernels.call import AttentionCall
 
 _SEQS, _TOKENS, _PAGES = 4, 64, 8
+_COLUMNS = 2**16  # of the block table: a context so long that nothing is left out for short ones
 
 
 def attention_call(spec: AttentionSpec) -> AttentionCall:
@@ -31,7 +32,7 @@ def attention_call(spec: AttentionSpec) -> AttentionCall:
         query,
         k_cache,
         v_cache,
-        empty(_SEQS, _PAGES, dtype=torch.int32),
+        empty(_SEQS, _COLUMNS, dtype=torch.int32),
         empty(_SEQS, dtype=torch.int32),
         None if spec.form == "decode" else empty(_SEQS + 1, dtype=torch.int32),
         causal=spec.causal,

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 from tcport.device.profile import DeviceProfile
 from tcport.errors import NoTileError
-from tcport.ir import AttentionSpec, Dim, TileConfig
+from tcport.ir import AttentionSpec, TileConfig
 from tcport.tiling.constraints import Constraint, constraints, tile_values, vector_products
 from tcport.tiling.cost import cost_model, cost_values
 from tcport.tiling.limits import Limits, limits_of
 from tcport.tiling.problem import Problem, padded, problem_of
-from tcport.tiling.splits import split_count
+from tcport.tiling.splits import part_count, split_count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,20 +133,13 @@ class TileLayoutOptimizer:
         return self._values(config) | values | {"splits": splits}
 
     def _with_splits(self, config: TileConfig) -> TileConfig:
-        return dataclasses.replace(config, num_splits=self._splits(config))
-
-    def _splits(self, config: TileConfig) -> Dim:
         if self.spec.num_splits is not None:
-            return self.spec.num_splits
+            return dataclasses.replace(config, num_splits=self.spec.num_splits)
         resident = cost_values(config, self.problem, self.profile, self.limits, self._demand(config))["resident"]
-        return split_count(
-            self.problem,
-            config.block_m,
-            config.block_n,
-            self.limits.compute_units,
-            int(resident),
-            invariant=self.spec.batch_invariant,
-        )
+        given = (self.problem, config.block_m, config.block_n, self.limits.compute_units, int(resident))
+        splits = split_count(*given, invariant=self.spec.batch_invariant)
+        by_length = self.problem.kernel == "decode" and not self.spec.batch_invariant
+        return dataclasses.replace(config, num_splits=splits, parts=part_count(*given) if by_length else 0)
 
 
 def _candidates(problem: Problem, profile: DeviceProfile) -> Iterator[TileConfig]:

@@ -26,9 +26,10 @@ def spec_of(data: dict[str, Any]) -> AttentionSpec:
 
 
 def config_data(config: TileConfig) -> dict[str, Any]:
-    """A tile; of its split count only whether there is one, which is all that the compiled code knows."""
+    """A tile; of its splits and parts only whether there are any, which is all that the compiled code knows."""
     split = not (isinstance(config.num_splits, int) and config.num_splits == 1)
-    return {**dataclasses.asdict(config), "num_splits": 4 if split else 1}
+    cut = not (isinstance(config.parts, int) and config.parts == 0)
+    return {**dataclasses.asdict(config), "num_splits": 4 if split else 1, "parts": 4 if cut else 0}
 
 
 def config_of(data: dict[str, Any]) -> TileConfig:
