@@ -19,7 +19,7 @@ INSTRUCTIONS = {
     ("nvidia", "sm_80", "decode"): r"mma\.sync",
     ("nvidia", "sm_89", "varlen"): r"mma\.sync",
     ("nvidia", "sm_90", "decode"): r"mma\.sync",
-    ("nvidia", "sm_90", "varlen"): r"(?s)cp\.async\.bulk\.tensor.*wgmma\.mma_async",
+    ("nvidia", "sm_90", "varlen"): r"(?s)(?=.*cp\.async\.bulk\.tensor).*wgmma\.mma_async",
     ("nvidia", "sm_120", "varlen"): r"mma\.sync",
     ("amd", "gfx90a", "decode"): r"v_mfma_f32_16x16x16",
     ("amd", "gfx942", "varlen"): r"v_mfma_f32_16x16x16",

@@ -155,3 +155,21 @@ def test_the_last_word_of_a_chain_blames_no_kernel_around_it() -> None:
     assert cause_of(error) == "build"
     error.final = True
     assert cause_of(error) is None
+
+
+def test_a_remembered_call_loosens_no_terms(kernels: Kernels) -> None:
+    """A call without options that went well is remembered, with its kernels; the same call under options is not it."""
+    few = arguments(*FEW)
+    for _ in range(2):
+        check(attend, few)
+    assert kernels.ran == ["triton_prefill"] * 2
+    handed_on = torch.ops.tcport.hopper_prefill
+    with pytest.raises(NoCandidateError, match="hopper_prefill .* under 64 each"):
+        handed_on(*few, kernels=["hopper_prefill"])
+    kernels.broken = {"triton_prefill"}
+    with pytest.raises(KernelBuildError, match="injected.*Drop the option 'strict'"):
+        handed_on(*few, strict=True)
+    assert kernels.ran == ["triton_prefill"] * 3
+    check(attend, few)  # what is remembered steps down, too
+    with pytest.raises(KernelBuildError, match="is not tried again: triton_prefill .* injected"):
+        handed_on(*few, strict=True)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import tcport
 from tcport.device import device_profile
+from tcport.errors import NoCandidateError
 from tcport.ir import TileConfig
 from tcport.kernels import reference
 from tcport.kernels.call import AttentionCall
@@ -165,6 +166,21 @@ def test_eager_code_calls_it_and_it_stands_aside_where_it_must(monkeypatch: pyte
         got = attended(*arguments(call))
         torch.testing.assert_close(got.cpu().float(), want.float(), rtol=0, atol=2e-2)
     assert calls == [957]  # 700 + 257 tokens; the small call and the odd address went to the plain kernel
+
+
+def test_options_reach_the_calls_that_it_hands_on() -> None:
+    """In code whose sizes are open: a forced kernel that is not for a call is an error, and strict is no obstacle."""
+    small = arguments(build(Case((50, 3), (40, 3), heads=(32, 8), dims=(128, 128), dtype=BF16), "cuda"))
+    want, _ = reference.paged_attention(*(a.cpu() for a in small))
+    for options in ({"kernel": "hopper_prefill"}, {"strict": True}):
+        compiled = torch.compile(attended, backend="tcport", fullgraph=True, dynamic=True, options=options)
+        compiled(*arguments(large_call()))
+        assert [n.kernel for n in tcport.last_report().nodes] == ["hopper_prefill"]  # type: ignore[union-attr]
+        if "strict" in options:
+            torch.testing.assert_close(compiled(*small).cpu().float(), want.float(), rtol=0, atol=2e-2)
+            continue
+        with pytest.raises(NoCandidateError, match="CTAs are under a quarter"):
+            compiled(*small)
 
 
 def test_it_is_trusted_on_this_device() -> None:
