@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import tcport
 from tcport.bench.accuracy import WrongResultError, check
+from tcport.bench.bound import _parts
 from tcport.bench.cases import SUITES, Case, parse_case, ragged
 from tcport.bench.command import chosen_cases, chosen_peers, draw
 from tcport.bench.inputs import Inputs, make_inputs
@@ -157,3 +160,25 @@ def test_the_picture_has_a_bar_for_each_time(tmp_path: Path) -> None:
     text = (tmp_path / "times.svg").read_text()
     assert text.startswith("<?xml")
     assert "gather + SDPA" in text or "gather" in text
+
+
+@given(
+    st.lists(st.integers(0, 5000), min_size=1, max_size=20).map(tuple),
+    st.sampled_from([32, 64]),
+    st.integers(1, 300),
+)
+def test_the_yardstick_reads_every_key_once_in_parts_of_much_the_same_length(
+    lens: tuple[int, ...], block: int, number: int
+) -> None:
+    parts = _parts(lens, block, number, torch.device("cpu")).tolist()
+    read: dict[int, list[tuple[int, int]]] = {}
+    for seq, begin, end in parts:
+        read.setdefault(seq, []).append((begin, end))
+    for seq, keys in enumerate(lens):
+        spans = sorted(read[seq])
+        assert spans[0][0] == 0
+        assert [begin for begin, _ in spans[1:]] == [end for _, end in spans[:-1]]
+        assert spans[-1][1] == keys
+    assert len(parts) <= number + len(lens)
+    longest = -(-sum(-(-keys // block) for keys in lens) // number) * 3 // 2 + 1
+    assert max(end - begin for _, begin, end in parts) <= longest * block
