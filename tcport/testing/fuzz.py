@@ -38,7 +38,8 @@ def main(
 ) -> None:
     """Try random batches on a device; exits 1 when one is wrong."""
     started = time.perf_counter()
-    tasks = [(min(CHUNK, examples - start), seed + start, device, shrink) for start in range(0, examples, CHUNK)]
+    chunk = max(1, min(CHUNK, examples // jobs))
+    tasks = [(min(chunk, examples - start), seed + start, device, shrink) for start in range(0, examples, chunk)]
     kernels: collections.Counter[str] = collections.Counter()
     failures = 0
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
