@@ -44,11 +44,19 @@ def test_digest_ignores_which_card_it_is_but_not_what_it_is():
         ('{"arch": 90}', "must be a string"),
         ("[1]", "not a JSON table"),
         ("{", "not valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
     ],
 )
 def test_malformed_profile_is_refused(text, message):
     with pytest.raises(ArgumentError, match=message):
         DeviceProfile.from_json(text)
+
+
+@pytest.mark.parametrize("suffix", [".json", ".toml"])
+def test_a_file_that_is_no_text_is_refused(suffix, tmp_path):
+    (tmp_path / f"device{suffix}").write_bytes(b"\xff\x00")
+    with pytest.raises(ArgumentError, match="cannot be read: it is not UTF-8"):
+        DeviceProfile.from_file(tmp_path / f"device{suffix}")
 
 
 def test_cpu_facts_come_from_the_machine():

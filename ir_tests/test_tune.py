@@ -124,6 +124,26 @@ def test_a_file_that_is_no_table_is_left_alone_and_said(caplog: pytest.LogCaptur
         stored(identity_of(H200))
 
 
+@pytest.mark.parametrize(
+    "damage", [{"facts": "x"}, {"facts": [1]}, {"gain": "2"}, {"model": 3}, {"cases": [4]}, {"tile": 7}]
+)
+def test_an_entry_that_is_damaged_costs_the_table_and_no_kernel(
+    damage: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    table = Table(identity_of(H200), (entry(),))
+    path = store(table)
+    data = table.to_dict()
+    data["entries"][0].update(damage)
+    path.write_text(json.dumps(data))
+    tuned._entries.cache_clear()
+    assert first()[1] == ""
+    assert "is no table of measured tiles" in caplog.records[-1].getMessage()
+    worded = dict.fromkeys(("block_m", "block_n", "num_warps", "num_stages"), "16")
+    sized = data["entries"][0] | {"facts": {}, "tile": worded}
+    with pytest.raises(ArgumentError, match="all of them whole numbers"):
+        tuned.table_from({"identity": {}, "entries": [sized | {"cases": []}]}, "it")
+
+
 def test_a_table_replaces_what_was_measured_again_and_keeps_the_rest() -> None:
     prefill = dataclasses.replace(OPEN, form="varlen")
     table = Table(identity_of(H200), (entry(), entry(prefill)))

@@ -134,9 +134,10 @@ class DeviceProfile:
         read = cls.from_json if path.suffix == ".json" else cls.from_toml
         try:
             return read(path.read_text(encoding="utf-8"))
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
             raise ArgumentError(
-                f"The device profile {path} cannot be read: {error.strerror}.", "Give a readable .json or .toml file."
+                f"The device profile {path} cannot be read: {why}.", "Give a readable .json or .toml file."
             ) from error
 
     def __hash__(self) -> int:
@@ -191,7 +192,7 @@ def _checked(name: str, value: Any) -> Any:
 def _parsed(loads: Any, text: str, kind: str) -> dict[str, Any]:
     try:
         data = loads(text)
-    except ValueError as error:  # json.JSONDecodeError and TOMLDecodeError are ValueErrors
+    except (ValueError, RecursionError) as error:  # json.JSONDecodeError and TOMLDecodeError are ValueErrors
         raise ArgumentError(f"The device profile is not valid {kind}: {error}.", "Correct the file.") from error
     if not isinstance(data, dict):
         raise ArgumentError(f"The device profile is not a {kind} table of facts.", "Write one with profile.to_json().")

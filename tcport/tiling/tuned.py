@@ -140,10 +140,15 @@ def table_from(data: Any, name: str) -> Table:
     """
     try:
         entries = tuple(Measured(**{**entry, "cases": tuple(entry["cases"])}) for entry in data["entries"])
-        if not all(set(entry.tile) == set(_TILE) for entry in entries):
-            raise ValueError(f"a tile has {', '.join(_TILE)}")
+        for entry in entries:
+            if set(entry.tile) != set(_TILE) or not all(type(size) is int for size in entry.tile.values()):
+                raise ValueError(f"a tile has {', '.join(_TILE)}, all of them whole numbers")
+            if type(entry.facts) is not dict or type(entry.gain) not in (int, float):
+                raise ValueError("an entry has facts by name, and a gain that is a number")
+            if not all(isinstance(text, str) for text in (entry.model, *entry.cases)):
+                raise ValueError("model and cases are texts")
         return Table(dict(data["identity"]), entries)
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ArgumentError(f"{name} is no table of measured tiles: {error!r}.", "Run tune again.") from error
 
 
