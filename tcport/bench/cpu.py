@@ -1,8 +1,8 @@
 """Attention on the CPU beside what else computes it, and beside the memory's own speed: ``python -m tcport.bench.cpu``.
 
-All rows of a table are measured in turn, round after round, so that other work on the machine meets each of them alike;
-printed are medians. Rates count the bytes of K and V that a call has to read (or to write), no matter how often it
-really does.
+All rows of a table are measured in turn, round after round, so that other work on the machine meets each of them alike,
+and each after a read of other memory, so that none finds its own in a cache; printed are medians. Rates count the bytes
+of K and V that a call has to read (or to write), no matter how often it really does.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from tcport.lowering.registry import select
 
 HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 16
 READ = "read memory"
+WASH = 128 << 20
+"""Bytes, more than the caches of a processor hold."""
 
 
 def main() -> None:
@@ -175,8 +177,10 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False) -> 
 def medians(runs: Mapping[str, Callable[[], object]], rounds: int = 11) -> dict[str, float]:
     """Seconds per run, each the median over rounds in which every run had its turn."""
     times: dict[str, list[float]] = {name: [] for name in runs}
+    washing = torch.ones(WASH // 4)  # zeros would have no memory of their own to read
     for number in range(rounds + 1):
         for name, run in runs.items():
+            washing.sum()
             start = time.perf_counter()
             run()
             if number:  # the first round warms up
