@@ -252,6 +252,15 @@ def test_without_a_compiler_the_bundle_is_next(
     quarantine.clear()
 
 
+def test_a_bundle_named_by_a_relative_path_is_the_one_it_was_when_it_was_read(
+    built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(built.parent)
+    bundle = read_bundle(built.name)
+    monkeypatch.chdir(tmp_path)
+    assert bundle.faults() == []
+
+
 def test_a_bundle_that_a_program_asked_for(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "_asked", [])
     store.use_bundle(built)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from fault_injection import TILES, Faulty, installed, raising
+from fault_injection import TILES, Faulty, installed, launching, raising, refuse
 from test_chain import CompilationError, check, problem
 
 import tcport
@@ -167,3 +167,43 @@ def test_reports_and_errors_travel_between_processes() -> None:
         error.final = True
         arrived = pickle.loads(pickle.dumps(error))
         assert (type(arrived), str(arrived), arrived.final) == (kind, "It failed. Mend it.", True)
+
+
+def test_threads_in_compiled_code_whose_kernel_fails_are_all_answered() -> None:
+    """Eight threads, each with a batch of its own, in the code of one graph: it is compiled again once."""
+    batches = [problem(seed=seed) for seed in range(8)]
+    want = [reference.paged_attention(*batch)[0] for batch in batches]
+    with installed(launching("first")):
+        compiled = torch.compile(tcport.paged_attention, backend="tcport", options={"force_disable_caches": True})
+        compiled(*batches[0])
+        steps, anew = len(history.fallbacks()), tcport.counters().get("recompiles after a failed launch", 0)
+        refuse("first", RuntimeError("Triton Error [CUDA]: invalid argument"))
+        try:
+            with ThreadPoolExecutor(8) as threads:
+                outs = list(threads.map(lambda batch: compiled(*batch), batches * 2))
+        finally:
+            refuse("first", None)
+    for out, expected in zip(outs, want * 2, strict=True):
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    assert [step.kernel for step in history.fallbacks()[steps:]] == ["first [tuned]"]
+    assert tcport.counters()["recompiles after a failed launch"] == anew + 1
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, SystemExit])
+def test_what_ends_a_program_ends_it_and_leaves_the_chain_as_it_was(interruption: type[BaseException]) -> None:
+    """In a lowering, in a kernel and in the compile of one: nothing is blamed, and a program that goes on is served."""
+    steps = history.fallbacks()
+    q, *rest = problem()
+    for place in ("lowering", "kernel", "compile"):
+        kernel = Faulty(raising(interruption()))
+        if place == "lowering":
+            kernel.lower = lambda spec, profile: raising(interruption())(TILES[0])  # type: ignore[method-assign,assignment,return-value]
+        attend = (
+            torch.compile(tcport.paged_attention, backend="tcport") if place == "compile" else tcport.paged_attention
+        )
+        with installed(kernel), pytest.raises(interruption):
+            attend(q, *rest)
+        torch.compiler.reset()
+        torch.testing.assert_close(attend(q, *rest), reference.paged_attention(q, *rest)[0], rtol=1e-5, atol=1e-5)
+    assert history.fallbacks() == steps
+    assert quarantine.keys() == []

@@ -146,7 +146,7 @@ def read_bundle(folder: str | Path) -> Bundle:
     Raises:
         BundleError: there is no manifest, or it is not one.
     """
-    folder = Path(folder)
+    folder = Path(folder).absolute()  # binaries are read later, when the process may work elsewhere
     try:
         data = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         _require_kinds("the bundle", data, _BUNDLE)
