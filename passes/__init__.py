@@ -9,5 +9,6 @@ from tcport.passes import (  # noqa: F401  (importing them registers the passes)
     fuse_silu_mul_quantise,
     merge_kv_write,
     select_tiles,
+    share_metadata,
     write_in_place,
 )
