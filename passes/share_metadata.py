@@ -63,13 +63,13 @@ def share_metadata(graph: torch.fx.Graph, ctx: PassContext) -> int:
 
 def _is_metadata(node: torch.fx.Node) -> bool:
     """Whether a node computes a tensor of integers or booleans from its arguments alone."""
-    value = node.meta.get("val")
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+    value, schema = node.meta.get("val"), getattr(node.target, "_schema", None)
+    if node.op != "call_function" or schema is None or has_effect(node):
         return False
-    if not isinstance(value, torch.Tensor) or value.is_floating_point() or value.is_complex() or has_effect(node):
+    if not isinstance(value, torch.Tensor) or value.is_floating_point() or value.is_complex():
         return False
-    name = node.target._schema.name
-    return torch.Tag.nondeterministic_seeded not in node.target.tags and not name.startswith("aten::empty")
+    random = torch.Tag.nondeterministic_seeded in node.target.tags  # type: ignore[union-attr]
+    return not random and not schema.name.startswith("aten::empty")
 
 
 def _kept_apart(graph: torch.fx.Graph) -> set[torch.fx.Node]:
