@@ -10,5 +10,6 @@ from tcport.passes import (  # noqa: F401  (importing them registers the passes)
     merge_kv_write,
     select_tiles,
     share_metadata,
+    split_shared_prefix,
     write_in_place,
 )
