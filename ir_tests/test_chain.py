@@ -215,8 +215,18 @@ NONSENSE = {
     "words": (lambda spec, profile: "no", "answered 'n'"),
     "an empty list": (lambda spec, profile: [], "it gave no candidate and no reason"),
     "a refusal without a reason": (lambda spec, profile: Verdict(False), "it gives no reason"),
+    "a kernel that is none": (lambda spec, profile: Candidate("mine", "tuned", None), "none: its run is None"),  # type: ignore[arg-type]
+    "options that are words": (
+        lambda spec, profile: Candidate("mine", "tuned", print, options="ab"),  # type: ignore[arg-type]
+        "none: its options is 'ab'",
+    ),
+    "parts that are none": (
+        lambda spec, profile: Candidate("mine", "tuned", print, parts=(1,)),  # type: ignore[arg-type]
+        "none: its parts is (1,)",
+    ),
+    "a name that is none": (lambda spec, profile: Candidate(None, "tuned", print), "none: its kernel is None"),  # type: ignore[arg-type]
     "a kernel without a hash": (
-        lambda spec, profile: Candidate("mine", "tuned", print, options=[("a", 1)]),  # type: ignore[arg-type]
+        lambda spec, profile: Candidate("mine", "tuned", print, options=(("a", [1]),)),
         "which has no hash: unhashable type: 'list'",
     ),
     "a yes without a kernel": (lambda spec, profile: Verdict(True), "it gives no reason"),

@@ -78,6 +78,22 @@ class Candidate:
     footprint: str = dataclasses.field(default="", compare=False)
     aside: Callable[[Any], str | None] = dataclasses.field(default=lambda call: None, repr=False, compare=False)
 
+    def misfit(self) -> str | None:
+        """Which attribute is not what it has to be, if any: anyone may make a candidate, and a chain relies on each."""
+        pairs = isinstance(self.options, tuple) and all(
+            isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in self.options
+        )
+        right = {
+            "kernel": isinstance(self.kernel, str),
+            "run": callable(self.run),
+            "why": isinstance(self.why, str),
+            "options": pairs,
+            "parts": isinstance(self.parts, tuple) and all(isinstance(part, Part) for part in self.parts),
+            "footprint": isinstance(self.footprint, str),
+            "aside": callable(self.aside),
+        }
+        return next((f"its {name} is {getattr(self, name)!r}" for name, fits in right.items() if not fits), None)
+
     def steps(self, whole: Any) -> list[tuple[Candidate, Any]]:
         """The single kernels it runs, in order, each with its part of a call, or of a spec."""
         if not self.parts:

@@ -133,7 +133,7 @@ def register_lowering(
         raise LoweringRegistrationError(
             f"A lowering of {op} is for the vendor {vendor!r}.", f"Give one of {', '.join(map(repr, VENDORS))}."
         )
-    _require_words(op, {"op": op, "name": name, "arch": arch}, flags)
+    _require_words(op, {"name": name, "arch": arch}, flags)
     if type(priority) is not int:
         raise LoweringRegistrationError(f"A lowering of {op} has the priority {priority!r}.", "Give a whole number.")
     if inputs is not None and not callable(inputs):
@@ -166,7 +166,7 @@ def _require_words(op: object, given: dict[str, Any], flags: Any) -> None:
         LoweringRegistrationError: an argument is no text, or the flags are no tuple of texts.
     """
     for argument, value in given.items():
-        if not isinstance(value, str) and (value is not None or argument == "op"):
+        if value is not None and not isinstance(value, str):
             raise LoweringRegistrationError(f"A lowering of {op} has the {argument} {value!r}.", "Give a str.")
     if not isinstance(flags, tuple) or not all(isinstance(flag, str) for flag in flags):
         raise LoweringRegistrationError(
@@ -268,6 +268,11 @@ def answers_of(row: Row, answer: Answer) -> tuple[Candidate | Rejection, ...]:
             raise LoweringRegistrationError(
                 f"Lowering {row.name} of {row.op} answered {one!r}.",
                 f"Return a Candidate of a tier among {', '.join(TIERS)}, several of them, or Verdict.no(reason).",
+            )
+        if isinstance(one, Candidate) and (why := one.misfit()) is not None:
+            raise LoweringRegistrationError(
+                f"Lowering {row.name} of {row.op} answered a Candidate that is none: {why}.",
+                "Look up its attributes at tcport.lowering.candidate.Candidate.",
             )
         try:
             hash(one)
