@@ -10,13 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tcport.ir import TileConfig
+from tcport.ir import FEW_KEYS, TileConfig
 from tcport.kernels.call import AttentionCall, Launcher
 from tcport.kernels.triton_arguments import attention_arguments, head_blocks
 from tcport.kernels.triton_attention import paged_attention_kernel
 from tcport.kernels.triton_combine import combine
 
-_FEW_KEYS = 1024
 _MOST_SPLITS = 2**16 - 1  # of the second grid dimension, on CUDA and on HIP
 
 
@@ -103,7 +102,7 @@ def number_of_parts(call: AttentionCall, config: TileConfig) -> int | torch.SymI
     if config.parts == 0 or call.num_splits is not None or call.batch_invariant:
         return 0
     seqs, context = call.seq_lens.shape[0], call.block_table.shape[1] * int(call.k_cache.shape[1])
-    if (isinstance(seqs, int) and seqs < 2) or (isinstance(context, int) and context <= _FEW_KEYS):
+    if (isinstance(seqs, int) and seqs < 2) or (isinstance(context, int) and context <= FEW_KEYS):
         return 0
     each = torch.sym_max(2, config.parts_each(seqs, call.query.shape[0], context))
     return torch.sym_max(1, seqs * each)  # type: ignore[return-value]

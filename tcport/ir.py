@@ -16,6 +16,9 @@ Dim = int | sympy.Expr
 BATCH, TOKENS, CONTEXT = (sympy.Symbol(name, integer=True, positive=True) for name in ("B", "T", "C"))
 """Sequences, query tokens of them all, and keys of the widest block table: the sizes that a tile leaves open."""
 
+FEW_KEYS = 1024
+"""Keys of the widest block table up to which a batch is not cut by its lengths, whatever :class:`TileConfig` says."""
+
 IntLike = TypeVar("IntLike", int, torch.SymInt)
 
 

@@ -20,6 +20,7 @@ from tcport.device import DeviceProfile
 from tcport.failures import cause_of, first_line
 from tcport.ir import TileConfig
 from tcport.kernels.call import AttentionCall
+from tcport.kernels.triton_splits import number_of_parts, number_of_splits
 from tcport.lowering.spec import attention_spec
 from tcport.tiling import rank_tiles
 
@@ -147,23 +148,31 @@ def geometric_mean(sweeps: Sequence[Sweep]) -> float:
 
 
 def ranked_tiles(case: Case, profile: DeviceProfile) -> list[TileConfig]:
-    """The optimizer's tiles for a case, best first, with their split counts as numbers."""
-    spec = attention_spec(meta_call(case))
-    sizes = (int(spec.num_seqs), int(spec.num_tokens), int(spec.max_context))
-    ranked = rank_tiles(spec, profile).configs
-    return list(dict.fromkeys(dataclasses.replace(tile, num_splits=tile.splits(*sizes)) for tile in ranked))
+    """The optimizer's tiles for a case, best first, with the number that their keys are cut by."""
+    call = meta_call(case)
+    ranked = rank_tiles(attention_spec(call), profile).configs
+    return list(dict.fromkeys(_settled(tile, call) for tile in ranked))
 
 
 def tiles_of(case: Case, profile: DeviceProfile) -> list[TileConfig]:
-    """The ranked tiles, and each with half and with twice as many splits; keys of whole prompts stay together."""
+    """The ranked tiles, and each with half and with twice as many cuts; keys of whole prompts stay together."""
     tiles = ranked_tiles(case, profile)
-    others = [
-        dataclasses.replace(tile, num_splits=splits)
-        for tile in tiles
-        if tile.num_splits != 1 or case.kind == "decode"
-        for splits in (max(1, int(tile.num_splits) // 2), int(tile.num_splits) * 2)
-    ]
+    others = []
+    for tile in tiles:
+        if tile.parts:
+            numbers = (max(2, int(tile.parts) // 2), int(tile.parts) * 2)
+            others += [dataclasses.replace(tile, parts=number) for number in numbers]
+        elif tile.num_splits != 1 or case.kind == "decode":
+            numbers = (max(1, int(tile.num_splits) // 2), int(tile.num_splits) * 2)
+            others += [dataclasses.replace(tile, num_splits=number) for number in numbers]
     return list(dict.fromkeys([*tiles, *others]))
+
+
+def _settled(tile: TileConfig, call: AttentionCall) -> TileConfig:
+    """With the numbers of splits and parts that this call gets, of which one counts."""
+    if parts := number_of_parts(call, tile):
+        return dataclasses.replace(tile, num_splits=1, parts=parts // call.seq_lens.shape[0])
+    return dataclasses.replace(tile, num_splits=number_of_splits(call, tile), parts=0)
 
 
 def meta_call(case: Case) -> AttentionCall:

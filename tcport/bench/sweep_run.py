@@ -43,8 +43,11 @@ class Job:
         """What is compiled for it: one entry for each set of constants, whatever the batch and the lengths."""
         case = self.case
         constants = (case.q_lens is None, case.heads, case.dims, case.page, case.dtype, case.kv_dtype)
-        split = [dataclasses.replace(tile, num_splits=min(2, int(tile.num_splits))) for tile in self.tiles]
-        return {(*constants, tile): (case, tile) for tile in split}
+        few = [
+            dataclasses.replace(tile, num_splits=min(2, int(tile.num_splits)), parts=min(2, int(tile.parts)))
+            for tile in self.tiles
+        ]
+        return {(*constants, tile): (case, tile) for tile in few}
 
 
 def jobs_for(cases: Sequence[Case], profile: DeviceProfile, folder: Path) -> list[Job]:

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 
-from sympy import Max, Min, floor
+from sympy import Max, Min, Rational, floor
 
 from tcport.device.profile import DeviceProfile
 from tcport.ir import TileConfig
@@ -149,13 +149,14 @@ def registers(unit: str) -> Formula:
     held = BM * DIM_V + BM * BN * 3 / 2 + MASK * BM * BN * 2
     addresses = TILE_BYTES / 16 * 2 / 2
     if unit == "wgmma":
-        return Formula("registers of a thread", 80 + (held + addresses) / threads)
+        return Formula("registers of a thread", Min(DIM_V, 128) / 4 + (held + addresses) / threads * Rational(13, 10))
     held += BM * DIM_QK * QUERY_BYTES / 4
     unpacked = QUANTISED * BN * widest
     if unit == "wmma":
         return Formula("registers of a thread", 40 + held / threads + words * 5 / 2 / 16 + unpacked / threads)
     operand = words / 2 / (WARP_WIDTH * SPREAD)
-    live = (held + addresses + unpacked) / threads + operand
+    # Warps that share rows hold more than their share: measured, as is the whole expression.
+    live = ((held + addresses) / threads + operand) * (1 + Min(1, SPREAD - 1) * Rational(9, 50)) + unpacked / threads
     # On vector lanes every product has its operands in registers of its own.
     return Formula("registers of a thread", 40 + (2 * live if unit == "fma" else live))
 

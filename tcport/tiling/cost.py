@@ -1,8 +1,9 @@
 """What a tile costs, in seconds, as expressions that can be printed with the numbers in.
 
-``T = waves * (t_start + tiles * t_tile) + t_merge + t_launch`` with ``t_tile`` the slowest of what one tile of keys
-needs: its bytes from memory, the pipeline's own latency, its products, its exponentials. The shape follows the waves
-models of split-KV planners; the constants below are a device's latencies, not a table per architecture.
+``T = t_launch + sum over waves of (t_start + tiles * t_tile) + t_merge``. ``t_tile`` is what one tile of keys needs of
+what the CTAs of a unit share (memory, the matrix unit, issue slots), together with what a CTA waits for by itself. The
+shape follows the waves models of split-KV planners. Device facts set the scale; what they leave open (``CONSTANTS``)
+was fitted to a sweep on one H200 (``docs/measurements.md``) and is the same for every device.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 
-from sympy import Expr, Max, Min, Rational, Symbol, ceiling, log
+from sympy import Expr, Integer, Max, Min, Symbol, ceiling, floor, log
 
 from tcport.device.profile import DeviceProfile
 from tcport.ir import TileConfig
@@ -20,9 +21,11 @@ from tcport.tiling.constraints import (
     BN,
     DIM_QK,
     DIM_V,
+    QUANTISED,
     SPREAD,
     STAGES,
     TILE_BYTES,
+    V_TILES,
     WARP_WIDTH,
     WARPS,
     matrix_unit,
@@ -34,19 +37,36 @@ from tcport.tiling.problem import Problem
 
 UNITS, RESIDENT, BLOCKS, SPLITS, KEYS = size("units"), size("resident"), size("blocks"), size("splits"), size("keys")
 BANDWIDTH, RUN, FLOPS, CLOCK = size("bandwidth"), size("run_bytes"), size("flops"), size("clock")
-RESULTS, READERS = size("result_bytes"), size("readers")
+RESULTS, READERS, LONGEST, BY_WARP = size("result_bytes"), size("readers"), size("longest"), size("by_warp")
 
-# Seconds or cycles, from published microbenchmarks of GPUs of this decade and the launch costs of CUDA and HIP.
-_MEMORY_LATENCY = 0.8e-6
-_START = 1.5e-6
-_LAUNCH = 3e-6
-_TILE_CYCLES = 300
-_EXCHANGE_CYCLES = 250
-_SOFTMAX_CYCLES_PER_ELEMENT = 12
+CONSTANTS: dict[str, float] = {
+    "latency": 1.85e-6, "launch": 0.13e-6, "start": 5.4e-6, "merge": 0.08e-6, "merge_step": 1.1e-6,
+    "tile_cycles": 4.8, "piece_cycles": 17.3, "element_cycles": 1.9, "convert_cycles": 0.023, "across": 5.7,
+    "exchange_cycles": 940, "sync_cycles": 150,
+    "narrow_keys": 6.0, "narrow_rows": 0.1, "warp_level": 2.6,
+    "cache_share": 0.54, "access_bytes": 1.2,
+    "sharpness_shared": 3.2, "sharpness": 1.66, "idle_units": 0.99,
+}  # fmt: skip
+"""Seconds, cycles, and plain factors, by name. They are fitted together: one alone says little about a device.
+
+latency: until a tile's keys arrive when nothing was fetched ahead. launch, start: of a kernel, and of a CTA.
+merge, merge_step: of the second kernel, and of every 16 splits in it.
+tile_cycles: what a warp issues for a tile of any size. piece_cycles: to fetch 16 bytes of keys. element_cycles: for one
+logit. convert_cycles: to widen one quantised element. across: how much more the last three are where warps share rows.
+exchange_cycles, sync_cycles: to combine a row's maxima and sums over twice as many warps; for every warp that waits.
+narrow_keys, narrow_rows: keys of a tile and rows of a warp that take as long as reading their operands. warp_level: how
+much slower products of single warps are, where the device multiplies by groups of four.
+cache_share: of the bytes of keys that other CTAs read too. access_bytes: wasted where a run of bytes ends.
+sharpness_shared, sharpness: exponents of the norms over what is shared, and over that and the waiting; 1 adds, infinity
+takes the largest. idle_units: how much of a unit's time counts when its neighbours have one CTA more.
+"""
+
+(
+    LATENCY, LAUNCH, START, MERGE, MERGE_STEP, TILE_CYCLES, PIECE_CYCLES, ELEMENT_CYCLES, CONVERT_CYCLES, ACROSS,
+    EXCHANGE_CYCLES, SYNC_CYCLES, NARROW_KEYS, NARROW_ROWS, WARP_LEVEL, CACHE_SHARE, ACCESS_BYTES,
+    SHARPNESS_SHARED, SHARPNESS, IDLE_UNITS,
+) = map(size, CONSTANTS)  # fmt: skip
 _LANES = 128  # fp32 lanes of one unit on every device of the catalogue but the smallest
-_IMPERFECT = 1 / 16
-_CACHE_SHARE = 0.4
-_SECTOR = 32  # bytes: a run shorter than a few sectors wastes part of each access
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,33 +101,43 @@ def cost_model() -> CostModel:
 
     work = term("ctas", BLOCKS * SPLITS)
     room = term("room", RESIDENT * UNITS, "CTAs")
-    running = term("running", Min(work, room), "CTAs")
-    per_unit = term("per_unit", Max(1, running / UNITS), "CTAs")
-    # A last wave that is not full still costs most of a wave, and less than a whole one.
-    waves = term("waves", Max(1, (ceiling(work / room) + work / room) / 2))
-    tiles = term("tiles", ceiling(KEYS / (BN * SPLITS)))
+    full = term("full_waves", floor(work / room))
+    rest = term("last_wave", Max(0, work - full * room), "CTAs")
+    # Blocks of a causal prompt see more keys the later they lie: all of them at once are as slow as the last.
+    keys = term("keys_each", KEYS + (LONGEST - KEYS) / Max(1, work / room))
+    tiles = term("tiles", ceiling(keys / (BN * SPLITS)))
+
     # Blocks of rows that read the same keys at the same time are served by the cache, at a few times the bandwidth.
-    fetched = term("fetched_bytes", TILE_BYTES * Max(1 / READERS, _CACHE_SHARE), "bytes")
-    memory = term("t_memory", fetched * running * (1 + _SECTOR / RUN) / BANDWIDTH, "s")
+    fetched = term("fetched_bytes", TILE_BYTES * Max(1 / READERS, CACHE_SHARE) * (1 + ACCESS_BYTES / RUN), "bytes")
     # Narrow tiles and few rows per warp read their operands more often than they multiply.
-    reuse = term("reuse", (BN + 16) / BN * (1 + 8 / Max(16, BM / WARPS)))
-    matrix = term("t_products", 2 * BM * BN * (DIM_QK + DIM_V) * reuse * per_unit * UNITS / FLOPS, "s")
-    # Four schedulers of a unit issue what every warp does per tile beside its elements.
-    exchange = _EXCHANGE_CYCLES * log(SPREAD, 2)
-    issue = BM * BN * _SOFTMAX_CYCLES_PER_ELEMENT / _LANES + WARPS * (_TILE_CYCLES / 4 + exchange / 8)
-    softmax = term("t_softmax", issue * per_unit / CLOCK, "s")
-    elements = BM * BN * _SOFTMAX_CYCLES_PER_ELEMENT / (WARP_WIDTH * WARPS)
-    own = term("t_chain", (_TILE_CYCLES + exchange + elements) / CLOCK, "s")
-    # Buffers that fill while a tile is computed; a single one is refilled as soon as its last reader is done.
-    ahead = term("ahead", Max(1, STAGES - Rational(1, 2)), "tiles")
-    latency = term("t_latency", Max(own, _MEMORY_LATENCY / ahead), "s")
-    # The slowest decides; the others overlap with it, but never quite. What a CTA waits for by itself is hidden by
-    # its buffers and by its neighbours.
-    exposed = (_MEMORY_LATENCY + own) / (ahead**3 * per_unit)
-    overlap = term("t_overlap", (memory + matrix + softmax) * _IMPERFECT + exposed, "s")
-    tile = term("t_tile", Max(memory, matrix + softmax / 2, latency) + overlap, "s")
-    merge = term("t_merge", Min(1, SPLITS - 1) * (_LAUNCH / 2 + 2 * SPLITS * RESULTS / BANDWIDTH), "s")
-    term("t_call", waves * (_START + tiles * tile) + merge + _LAUNCH, "s")
+    reads = term("reads", (1 + NARROW_KEYS / BN) * (1 + NARROW_ROWS / Max(16, BM / WARPS)) * (1 + WARP_LEVEL * BY_WARP))
+    products = term("products", 2 * BM * BN * (DIM_QK + DIM_V) * reads * UNITS / FLOPS, "s")
+    # What a warp issues: every lane has its share of a tile; four schedulers of a unit take the warps in turn.
+    pieces, elements = TILE_BYTES / 16 * PIECE_CYCLES, BM * BN * ELEMENT_CYCLES
+    converted = QUANTISED * BN * (DIM_QK + V_TILES * DIM_V) * CONVERT_CYCLES / SPREAD
+    share = ((pieces + elements) / WARPS + converted) / WARP_WIDTH
+    slots = term("slots", TILE_CYCLES + share * (1 + ACROSS * Min(1, SPREAD - 1)), "cycles")
+    issue = term("issue", WARPS * slots / 4 / CLOCK, "s")
+    # What a CTA waits for by itself. Three stages hide what there is to hide: page ids are loaded a tile ahead.
+    exchange = EXCHANGE_CYCLES * log(SPREAD, 2) + SYNC_CYCLES * (WARPS - 1)
+    own = term("t_own", products / Min(1, WARPS / 4) + exchange / CLOCK, "s")
+    bare = term("unhidden", Max(0, 3 - STAGES) / 2)
+    alone = term("t_alone", Max(own + LATENCY * bare, LATENCY / Max(1, Min(3, STAGES) - 1)), "s")
+
+    def wave(name: str, running: Expr) -> Expr:
+        """Seconds of a wave of so many CTAs."""
+        memory = term(f"t_memory_{name}", fetched * running / BANDWIDTH, "s")
+        even = Max(1, running / UNITS)
+        crowd = term(f"crowd_{name}", even + IDLE_UNITS * (ceiling(running / UNITS) - even), "CTAs")
+        used = sum((each**SHARPNESS_SHARED for each in (memory, products * crowd, issue * crowd)), Integer(0))
+        both = used ** (SHARPNESS / SHARPNESS_SHARED) + alone**SHARPNESS
+        tile = term(f"t_tile_{name}", both ** (1 / SHARPNESS), "s")
+        return START + LATENCY * (1 - bare) + tiles * tile
+
+    waves = term("t_waves", full * wave("full", room) + Min(1, rest) * wave("last", rest), "s")
+    written = 2 * SPLITS * RESULTS / BANDWIDTH
+    merge = term("t_merge", Min(1, SPLITS - 1) * (MERGE + MERGE_STEP * ceiling(SPLITS / 16) + written), "s")
+    term("t_call", waves + merge + LAUNCH, "s")
     return CostModel(tuple(terms))
 
 
@@ -124,7 +154,7 @@ def cost_values(
     if problem.kernel == "decode":
         blocks, keys, readers = problem.num_seqs, problem.max_context, head_blocks
     else:
-        blocks = problem.num_tokens // tokens + problem.num_seqs
+        blocks = problem.num_seqs * -(-problem.num_tokens // (problem.num_seqs * tokens))
         # Causal blocks see on average the middle between the cached context and the end of their own tokens.
         own_tokens = problem.num_tokens / problem.num_seqs
         readers = max(1.0, blocks / problem.num_seqs) * head_blocks
@@ -135,13 +165,14 @@ def cost_values(
     flops = profile.matrix_flops or units * clock * 512
     if vector_products(profile, problem):
         flops = units * clock * 2 * _LANES
-    elif matrix_unit(profile, config, problem) == "mma" and profile.mma_atom in ("wgmma", "tcgen05"):
-        flops *= 0.6 if profile.mma_atom == "wgmma" else 0.3  # the warp-level instruction's share of the peak
-    return {
+    grouped = profile.mma_atom in ("wgmma", "tcgen05")
+    return CONSTANTS | {
         "units": units,
         "resident": resident_ctas(limits, demand),
         "blocks": blocks * problem.num_kv_heads * head_blocks,
         "keys": keys,
+        "by_warp": int(grouped and matrix_unit(profile, config, problem) == "mma"),
+        "longest": problem.max_context,
         "readers": readers,
         "bandwidth": bandwidth,
         "run_bytes": problem.run_bytes,

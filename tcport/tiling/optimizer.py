@@ -10,12 +10,14 @@ from collections.abc import Iterator
 
 from tcport.device.profile import DeviceProfile
 from tcport.errors import NoTileError
-from tcport.ir import AttentionSpec, TileConfig
+from tcport.ir import FEW_KEYS, AttentionSpec, TileConfig
 from tcport.tiling.constraints import Constraint, constraints, tile_values, vector_products
 from tcport.tiling.cost import cost_model, cost_values
 from tcport.tiling.limits import Limits, limits_of
 from tcport.tiling.problem import Problem, padded, problem_of
 from tcport.tiling.splits import part_count, split_count
+
+_PRESSED = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,10 +79,13 @@ class TileLayoutOptimizer:
                     pressed.append(config)
         notes = self.limits.assumed
         if not legal and pressed:
-            # A kernel that spills is slow, but it runs; the least pressed tiles go first.
+            # A kernel that spills is slow, but it runs; the least pressed tiles go first. Their stages hold no
+            # registers: one number of them for each shape leaves the compile check more shapes to try.
             pressed.sort(key=lambda config: (self._pressure(config), _order(config)))
-            legal = [self._with_splits(config) for config in pressed[:4]]
-            rejected = [(config, why) for config, why in rejected if config not in pressed[:4]]
+            shapes = {(tile.block_m, tile.block_n, tile.num_warps): tile for tile in reversed(pressed)}
+            chosen = [tile for tile in pressed if tile in shapes.values()][:_PRESSED]
+            legal = [self._with_splits(config) for config in chosen]
+            rejected = [(config, why) for config, why in rejected if config not in chosen]
             notes += ("every tile is expected to spill registers; the least pressed ones are used",)
             return Ranking(self.problem.kernel, tuple(legal), tuple(rejected), tuple(map(self.cost, legal)), notes)
         if not legal:  # candidates are listed smallest first
@@ -129,8 +134,7 @@ class TileLayoutOptimizer:
 
     def _cost_values(self, config: TileConfig, problem: Problem) -> dict[str, float]:
         values = cost_values(config, problem, self.profile, self.limits, self._demand(config))
-        splits = config.splits(problem.num_seqs, problem.num_tokens, problem.max_context)
-        return self._values(config) | values | {"splits": splits}
+        return self._values(config) | values | {"splits": _cut(config, problem)}
 
     def _with_splits(self, config: TileConfig) -> TileConfig:
         if self.spec.num_splits is not None:
@@ -140,6 +144,14 @@ class TileLayoutOptimizer:
         splits = split_count(*given, invariant=self.spec.batch_invariant)
         by_length = self.problem.kernel == "decode" and not self.spec.batch_invariant
         return dataclasses.replace(config, num_splits=splits, parts=part_count(*given) if by_length else 0)
+
+
+def _cut(config: TileConfig, problem: Problem) -> int:
+    """Into how many parts the keys of a sequence are cut, as :func:`attend_in_parts` and its neighbours cut them."""
+    sizes = (problem.num_seqs, problem.num_tokens, problem.max_context)
+    many = problem.open_batch or problem.num_seqs > 1
+    long = problem.open_context or problem.max_context > FEW_KEYS
+    return max(2, config.parts_each(*sizes)) if config.parts != 0 and many and long else config.splits(*sizes)
 
 
 def _candidates(problem: Problem, profile: DeviceProfile) -> Iterator[TileConfig]:
@@ -156,8 +168,8 @@ def _candidates(problem: Problem, profile: DeviceProfile) -> Iterator[TileConfig
 
 
 def _order(config: TileConfig) -> tuple[int, ...]:
-    """Breaks ties between equal costs: fewer warps, smaller buffers, larger tiles."""
-    return (config.num_warps, config.num_stages, -config.block_n, config.block_m)
+    """Breaks ties between equal costs: three stages (fewer hide less, more hide no more), fewer warps, larger tiles."""
+    return (abs(config.num_stages - 3), config.num_warps, -config.block_n, config.block_m)
 
 
 def _cpu_ranking(problem: Problem, limits: Limits, profile: DeviceProfile, forced_splits: int | None) -> Ranking:

@@ -9,11 +9,13 @@ from tcport.tiling.problem import Problem
 
 # Two CTAs per unit hide each other's latencies; more only make more partial results.
 _CTAS_PER_UNIT = 2
-# A split shorter than this spends more on its start and its share of the merge than on keys.
-_KEYS_PER_SPLIT = 128
+# A part shorter than this spends more on its start and its share of the merge than on keys.
+_KEYS_PER_PART = 128
+# Splits of few keys are short, as there is nothing else to do; a merge of many costs more than it gains.
+_KEYS_PER_SPLIT, _FREE_SPLITS, _KEYS_PER_FURTHER_SPLIT = 64, 8, 256
 _MOST = 128
 # Where keys are cut by the lengths of the batch.
-_CTAS_TO_BALANCE, _LEAST_PARTS = 3, 3
+_CTAS_TO_BALANCE, _LEAST_PARTS = 5, 3
 # A batch-invariant call is cut for a batch of this size, whatever its batch is.
 _INVARIANT_BATCH = 8
 
@@ -34,18 +36,19 @@ def split_count(problem: Problem, block_m: int, block_n: int, units: int, reside
         return 1 if problem.kernel != "decode" else _between(-(-wanted // (blocks * _INVARIANT_BATCH)), _MOST)
     batch: Dim = BATCH if problem.open_batch else problem.num_seqs
     work = blocks * batch
-    if problem.kernel != "decode":  # each sequence may begin a block of its own
+    if problem.kernel != "decode":  # as many blocks as equal lengths have; those that only may begin are empty
         tokens: Dim = TOKENS if problem.open_tokens else problem.num_tokens
-        work = blocks * (_floor_div(tokens, max(1, block_m // problem.rows)) + batch)
+        work = work * _ceil_div(tokens, max(1, block_m // problem.rows) * batch)
     context: Dim = CONTEXT if problem.open_context else problem.max_context
-    most = _floor_div(context, max(_KEYS_PER_SPLIT, block_n))
-    return _between(_ceil_div(wanted, work), _MOST, most, _floor_div(room, work))
+    shortest = _floor_div(context, max(_KEYS_PER_SPLIT, block_n))
+    worthwhile = _FREE_SPLITS + _floor_div(context, _KEYS_PER_FURTHER_SPLIT)
+    return _between(_ceil_div(wanted, work), _MOST, shortest, worthwhile, _floor_div(room, work))
 
 
 def part_count(problem: Problem, block_m: int, block_n: int, units: int, resident: int) -> Dim:
     """Parts of a sequence on average, where a decode batch is cut by its lengths: an int, or an expression.
 
-    As many as make three CTAs per unit, and three of a sequence at least, so that uneven lengths come out even; but no
+    As many as make five CTAs per unit, and three of a sequence at least, so that uneven lengths come out even; but no
     more than are resident at a time. A batch that fills more than half of that room with two of each gets what fills it
     twice: a second wave that is nearly empty costs as much as a full one. Measured on an H200 with 8 to 256 sequences.
     """
@@ -56,7 +59,7 @@ def part_count(problem: Problem, block_m: int, block_n: int, units: int, residen
     room = _floor_div(resident * units, work)
     twice = _floor_div(2 * resident * units, work)
     narrow = _least(1, _most(0, 2 - room))  # 1 where the room holds fewer than two of each, else 0
-    return _most(2, _least(wanted, room, _floor_div(context, max(_KEYS_PER_SPLIT, block_n))), narrow * twice)
+    return _most(2, _least(wanted, room, _floor_div(context, max(_KEYS_PER_PART, block_n))), narrow * twice)
 
 
 def _between(wanted: Dim, *limits: Dim) -> Dim:
