@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from subprocess_results import report
@@ -21,17 +22,23 @@ SLOTS = (9, -1, 0, 15, 16)
 
 
 def problem(
-    dtype: torch.dtype, dim: int, interleaved: bool, norm: bool, strided: bool, device: str = "cpu"
+    dtype: torch.dtype,
+    dim: int,
+    interleaved: bool,
+    norm: bool,
+    strided: bool,
+    heads: tuple[int, int] = (4, 2),
+    device: str = "cpu",
 ) -> RopeWriteCall:
-    """Five tokens, 4 and 2 heads, 4 pages of 4 slots; ``strided``: views of one projection and head-major caches."""
+    """Five tokens, heads of query and key, 4 pages of 4 slots; ``strided``: parts of one tensor, head-major caches."""
     rng = torch.Generator().manual_seed(dim)
 
     def noise(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=rng).to(dtype).to(device)
 
-    qkv = noise(5, 8, dim)
-    query, key, value = qkv.split([4, 2, 2], 1) if strided else (t.contiguous() for t in qkv.split([4, 2, 2], 1))
-    caches = [noise(4, 2, 4, dim).transpose(1, 2) if strided else noise(4, 4, 2, dim) for _ in "kv"]
+    parts = [heads[0], heads[1], heads[1]]
+    query, key, value = (t if strided else t.contiguous() for t in noise(5, sum(parts), dim).split(parts, 1))
+    caches = [noise(4, heads[1], 4, dim).transpose(1, 2) if strided else noise(4, 4, heads[1], dim) for _ in "kv"]
     slots = torch.tensor(SLOTS, device=device)
     tables = noise(2, 5, dim // 2 if interleaved else dim)
     weights = noise(2, dim).unbind() if norm else (None, None)
@@ -64,11 +71,12 @@ def interpret(*arguments: object) -> None:
     check(problem(*arguments), lambda call: rope_and_write(call, lambda kernel: kernel))  # type: ignore[arg-type]
 
 
-CASES = {
+CASES: dict[str, tuple[Any, ...]] = {
     "halves": (64, False, False, False),
     "halves, norm, strided": (24, False, True, True),
     "pairs": (64, True, False, True),
     "pairs, norm": (24, True, True, False),
+    "more heads than a program has": (16, False, True, True, (12, 9)),
 }
 
 
@@ -80,7 +88,7 @@ def interpreted() -> dict[str, Callable[[], None]]:
     }
 
 
-def compile_for(target: str, dtype: torch.dtype, *case: bool) -> None:
+def compile_for(target: str, dtype: torch.dtype, *case: Any) -> None:
     from triton.backends.compiler import GPUTarget
 
     from tcport.kernels.offline import compile_launch, record

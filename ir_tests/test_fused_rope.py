@@ -243,6 +243,77 @@ def test_near_misses_are_left_with_the_reason_and_merged_as_ever(fn: Callable[..
     assert said in next(p.notes for p in report.passes if p.name == "fuse_rope_write")[0]
 
 
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return x * cos[:, None] + torch.cat((-second, first), -1) * sin[:, None]
+
+
+def read(q: Tensor, kc: Tensor, vc: Tensor) -> Tensor:
+    return tcport.paged_attention(q, kc, vc, TABLE, LENS)
+
+
+def query_computed_after_the_write(q, k, v, kc, vc, cos, sin):  # type: ignore[no-untyped-def]
+    tcport.kv_write(turned(k, cos, sin), v, kc, vc, SLOTS)
+    return read(turned(q * 2, cos, sin), kc, vc)
+
+
+def query_from_the_written_cache(q, k, v, kc, vc, cos, sin):  # type: ignore[no-untyped-def]
+    tcport.kv_write(turned(k, cos, sin), v, kc, vc, SLOTS)
+    return read(turned(q + kc[0, :TOKENS].repeat(1, 2, 1), cos, sin), kc, vc)
+
+
+def query_from_the_cache_as_it_was(q, k, v, kc, vc, cos, sin):  # type: ignore[no-untyped-def]
+    q = q + kc[0, :TOKENS].repeat(1, 2, 1)
+    tcport.kv_write(turned(k, cos, sin), v, kc, vc, SLOTS)
+    return read(turned(q, cos, sin), kc, vc)
+
+
+def query_computed_after_two_writes(q, k, v, kc, vc, cos, sin):  # type: ignore[no-untyped-def]
+    tcport.kv_write(turned(k, cos, sin), v, kc, vc, SLOTS)
+    tcport.kv_write(k, v * 2, kc, vc, SLOTS.flip(0))
+    return read(turned(q * 2, cos, sin), kc, vc)
+
+
+def attention_before_and_after_the_write(q, k, v, kc, vc, cos, sin):  # type: ignore[no-untyped-def]
+    before = read(turned(q, cos, sin), kc, vc)
+    return before, attend(turned(q + 1, cos, sin), turned(k, cos, sin), v, kc, vc)
+
+
+def two_layers_on_one_cache(q, k, v, kc, vc, cos, sin):  # type: ignore[no-untyped-def]
+    first = attend(turned(q, cos, sin), turned(k, cos, sin), v, kc, vc)
+    return attend(turned(first, cos, sin), turned(k + 1, cos, sin), v - 1, kc, vc)
+
+
+def snapshots_around_the_write(q, k, v, kc, vc, cos, sin):  # type: ignore[no-untyped-def]
+    before = kc.clone()
+    out = attend(turned(q, cos, sin), turned(k, cos, sin), v, kc, vc)
+    return out, before, vc + 0
+
+
+def cache_changed_between_write_and_query(q, k, v, kc, vc, cos, sin):  # type: ignore[no-untyped-def]
+    tcport.kv_write(turned(k, cos, sin), v, kc, vc, SLOTS)
+    vc[3] = 0
+    return read(turned(q * 2, cos, sin), kc, vc)
+
+
+ORDERS: dict[Callable[..., Any], int] = {
+    query_computed_after_the_write: 1,
+    query_from_the_written_cache: 0,
+    query_from_the_cache_as_it_was: 1,
+    query_computed_after_two_writes: 0,
+    attention_before_and_after_the_write: 1,
+    two_layers_on_one_cache: 2,
+    snapshots_around_the_write: 1,
+    cache_changed_between_write_and_query: 1,  # of the values: the keys are read as they were written
+}
+
+
+@pytest.mark.parametrize("fn", ORDERS, ids=lambda fn: fn.__name__)
+def test_any_order_of_writes_and_reads_equals_eager(fn: Callable[..., Any]) -> None:
+    """Caches byte for byte; with the fusions that are possible, and no others."""
+    assert_equivalent(fn, *inputs(), HALF_COS, HALF_SIN, matches={"fuse_rope_write": ORDERS[fn]}, exact=True)
+
+
 @pytest.mark.parametrize("attention", [canonical_attention, torch_attention])
 def test_a_whole_model_through_every_pass(attention: Any) -> None:
     """Two layers of the example, decoding: hidden states, tokens and caches, against the model in fp64."""

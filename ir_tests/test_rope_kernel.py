@@ -82,5 +82,5 @@ def test_tables_of_another_size_are_refused() -> None:
 def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
     from tcport.kernels.triton_rope import rope_and_write
 
-    call = rope_kernel_checks.problem(dtype, *rope_kernel_checks.CASES[name], "cuda")
+    call = rope_kernel_checks.problem(dtype, *rope_kernel_checks.CASES[name], device="cuda")
     rope_kernel_checks.check(call, lambda call: rope_and_write(call, lambda kernel: kernel))

@@ -81,9 +81,8 @@ def silu_mul_kernel(
     row = tl.program_id(0).to(tl.int64)
     dim = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     mask = dim < tl.where(row < rows, WIDTH, 0)
-    g = tl.load(gate + row * gate_stride_row + dim * gate_stride_dim, mask=mask, other=0.0).to(tl.float32)
-    u = tl.load(up + row * up_stride_row + dim * up_stride_dim, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + row * WIDTH + dim, (g / (1 + tl.exp(-g)) * u).to(out.dtype.element_ty), mask=mask)
+    gates, ups = gate + row * gate_stride_row + dim * gate_stride_dim, up + row * up_stride_row + dim * up_stride_dim
+    tl.store(out + row * WIDTH + dim, gated(gates, ups, mask), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -106,11 +105,38 @@ def add_rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     dim = tl.arange(0, BLOCK).to(tl.int64)
     mask = dim < tl.where(row < rows, WIDTH, 0)
-    a = tl.load(x + row * x_stride_row + dim * x_stride_dim, mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(residual + row * residual_stride_row + dim * residual_stride_dim, mask=mask, other=0.0).to(tl.float32)
+    values = normed_sum(
+        x + row * x_stride_row + dim * x_stride_dim,
+        residual + row * residual_stride_row + dim * residual_stride_dim,
+        weight + dim * weight_stride,
+        total + row * WIDTH + dim,
+        eps,
+        mask,
+        dim < WIDTH,
+        WIDTH,
+    )
+    tl.store(normed + row * WIDTH + dim, values, mask=mask)
+
+
+@triton.jit
+def gated(gate, up, mask):
+    """``silu(gate) * up`` of what two blocks of pointers lead to, rounded to the dtype of ``gate``."""
+    g = tl.load(gate, mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(up, mask=mask, other=0.0).to(tl.float32)
+    return (g / (1 + tl.exp(-g)) * u).to(gate.dtype.element_ty)
+
+
+@triton.jit
+def normed_sum(x, residual, weight, total, eps, mask, in_width, WIDTH: tl.constexpr):
+    """The norm of a row's sum, rounded to the dtype of ``total``, where the sum itself is stored.
+
+    ``x``, ``residual``, ``weight`` and ``total`` are blocks of pointers to a row's columns.
+    """
+    a = tl.load(x, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(residual, mask=mask, other=0.0).to(tl.float32)
     stored = (a + b).to(total.dtype.element_ty)
-    tl.store(total + row * WIDTH + dim, stored, mask=mask)
+    tl.store(total, stored, mask=mask)
     wide = stored.to(tl.float32)
     scale = 1.0 / tl.sqrt_rn(tl.sum(wide * wide) / WIDTH + eps)
-    w = tl.load(weight + dim * weight_stride, mask=dim < WIDTH, other=0.0).to(tl.float32)
-    tl.store(normed + row * WIDTH + dim, (wide * scale * w).to(normed.dtype.element_ty), mask=mask)
+    w = tl.load(weight, mask=in_width, other=0.0).to(tl.float32)
+    return (wide * scale * w).to(total.dtype.element_ty)

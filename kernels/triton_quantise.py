@@ -13,7 +13,7 @@ from tcport.kernels.call import Launcher
 from tcport.kernels.quantise import LIMITS
 from tcport.kernels.triton_arguments import as_bytes, read_format
 from tcport.kernels.triton_fp8 import encode
-from tcport.kernels.triton_layers import power_of_two
+from tcport.kernels.triton_layers import gated, normed_sum, power_of_two
 from tcport.kernels.triton_write import nearest_int8
 
 
@@ -128,11 +128,12 @@ def silu_mul_quantise_kernel(
     row = tl.program_id(0).to(tl.int64)
     dim = tl.arange(0, BLOCK).to(tl.int64)
     mask = dim < tl.where(row < rows, WIDTH, 0)
-    g = tl.load(gate + row * gate_stride_row + dim * gate_stride_dim, mask=mask, other=0.0).to(tl.float32)
-    u = tl.load(up + row * up_stride_row + dim * up_stride_dim, mask=mask, other=0.0).to(tl.float32)
-    product = (g / (1 + tl.exp(-g)) * u).to(gate.dtype.element_ty).to(tl.float32)
-    factor = _factor(product, scale, row, rows, amax_floor, scale_floor, LIMIT, MULTIPLY, BY_ROW)
-    tl.store(quantised + row * WIDTH + dim, _encoded(product, factor, LIMIT, FORMAT, MULTIPLY), mask=mask)
+    gates, ups = gate + row * gate_stride_row + dim * gate_stride_dim, up + row * up_stride_row + dim * up_stride_dim
+    values = gated(gates, ups, mask)
+    _quantise_row(
+        values.to(tl.float32), quantised, scale, row, rows, dim, mask, amax_floor, scale_floor, WIDTH, LIMIT, FORMAT,
+        MULTIPLY, BY_ROW,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -162,16 +163,29 @@ def add_rms_norm_quantise_kernel(
     row = tl.program_id(0).to(tl.int64)
     dim = tl.arange(0, BLOCK).to(tl.int64)
     mask = dim < tl.where(row < rows, WIDTH, 0)
-    a = tl.load(x + row * x_stride_row + dim * x_stride_dim, mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(residual + row * residual_stride_row + dim * residual_stride_dim, mask=mask, other=0.0).to(tl.float32)
-    stored = (a + b).to(total.dtype.element_ty)
-    tl.store(total + row * WIDTH + dim, stored, mask=mask)
-    wide = stored.to(tl.float32)
-    rms = 1.0 / tl.sqrt_rn(tl.sum(wide * wide) / WIDTH + eps)
-    w = tl.load(weight + dim * weight_stride, mask=dim < WIDTH, other=0.0).to(tl.float32)
-    normed = (wide * rms * w).to(total.dtype.element_ty).to(tl.float32)
-    factor = _factor(normed, scale, row, rows, amax_floor, scale_floor, LIMIT, MULTIPLY, BY_ROW)
-    tl.store(quantised + row * WIDTH + dim, _encoded(normed, factor, LIMIT, FORMAT, MULTIPLY), mask=mask)
+    values = normed_sum(
+        x + row * x_stride_row + dim * x_stride_dim,
+        residual + row * residual_stride_row + dim * residual_stride_dim,
+        weight + dim * weight_stride,
+        total + row * WIDTH + dim,
+        eps,
+        mask,
+        dim < WIDTH,
+        WIDTH,
+    )
+    _quantise_row(
+        values.to(tl.float32), quantised, scale, row, rows, dim, mask, amax_floor, scale_floor, WIDTH, LIMIT, FORMAT,
+        MULTIPLY, BY_ROW,
+    )  # fmt: skip
+
+
+@triton.jit
+def _quantise_row(
+    values, quantised, scale, row, rows, dim, mask, amax_floor, scale_floor, WIDTH: tl.constexpr, LIMIT: tl.constexpr,
+    FORMAT: tl.constexpr, MULTIPLY: tl.constexpr, BY_ROW: tl.constexpr,
+):  # fmt: skip
+    factor = _factor(values, scale, row, rows, amax_floor, scale_floor, LIMIT, MULTIPLY, BY_ROW)
+    tl.store(quantised + row * WIDTH + dim, _encoded(values, factor, LIMIT, FORMAT, MULTIPLY), mask=mask)
 
 
 @triton.jit

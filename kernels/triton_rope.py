@@ -11,14 +11,20 @@ from tcport.kernels.call import Launcher
 from tcport.kernels.rope import RopeWriteCall
 from tcport.kernels.triton_arguments import padded, strides
 
+MANY_TOKENS = 1024
+"""From here on programs take 32 heads each: fewer programs, with more loads on their way in each."""
+
 
 def rope_and_write(call: RopeWriteCall, launch: Launcher) -> Tensor:
-    """One program per token and head: of the query, into the result; of key and value, into the caches."""
+    """One program per token and block of heads: of the query, into the result; of key and value, into the caches."""
     query, write = call.query, call.write
     tokens, query_heads, dim = query.shape[0], int(query.shape[1]), int(query.shape[2])
-    heads, value_dim = int(write.k_cache.shape[2]), int(write.v_cache.shape[3])
+    kv_heads, value_dim = int(write.k_cache.shape[2]), int(write.v_cache.shape[3])
+    heads = 32 if isinstance(tokens, int) and tokens >= MANY_TOKENS else 8
+    block_q, block_kv = (min(heads, triton.next_power_of_2(n)) for n in (query_heads, kv_heads))
+    blocks = triton.cdiv(query_heads, block_q) + triton.cdiv(kv_heads, block_kv)
     out = torch.empty((tokens, query_heads, dim), dtype=query.dtype, device=query.device)
-    launch(rope_and_write_kernel)[(torch.sym_max(tokens, 1), query_heads + heads)](
+    launch(rope_and_write_kernel)[(torch.sym_max(tokens, 1), blocks)](
         query=query,
         key=write.key,
         value=write.value,
@@ -45,13 +51,16 @@ def rope_and_write(call: RopeWriteCall, launch: Launcher) -> Tensor:
         **strides("k", write.k_cache, ("page", "token", "head", "dim")),
         **strides("v", write.v_cache, ("page", "token", "head", "dim")),
         QUERY_HEADS=query_heads,
+        KV_HEADS=kv_heads,
+        BLOCK_Q=block_q,
+        BLOCK_KV=block_kv,
         PAGE_SIZE=int(write.k_cache.shape[1]),
         HALF=dim // 2,
         DIM_V=value_dim,
         BLOCK_HALF=padded(dim // 2),
         BLOCK_V=padded(value_dim),
         INTERLEAVED=call.interleaved,
-        num_warps=1,
+        num_warps=4,
     )
     return out
 
@@ -98,6 +107,9 @@ def rope_and_write_kernel(
     v_stride_head,
     v_stride_dim,
     QUERY_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HALF: tl.constexpr,
     DIM_V: tl.constexpr,
@@ -106,37 +118,41 @@ def rope_and_write_kernel(
     INTERLEAVED: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1).to(tl.int64)
+    block = tl.program_id(1)
+    QUERY_BLOCKS: tl.constexpr = (QUERY_HEADS + BLOCK_Q - 1) // BLOCK_Q
     cos_row, sin_row = cos + token * cos_stride_token, sin + token * sin_stride_token
-    if head < QUERY_HEADS:
+    if block < QUERY_BLOCKS:
+        head = (block * BLOCK_Q + tl.arange(0, BLOCK_Q)).to(tl.int64)[:, None]
         source = query + token * query_stride_token + head * query_stride_head
         target = out + (token * QUERY_HEADS + head) * (2 * HALF)
-        _rotate_row(
+        heads = tl.where(token < tokens, QUERY_HEADS, 0)
+        _rotate_rows(
             source, query_stride_dim, target, 1, cos_row, cos_stride_dim, sin_row, sin_stride_dim, q_weight,
-            q_weight_stride, eps, token < tokens, HALF, BLOCK_HALF, INTERLEAVED,
+            q_weight_stride, eps, head < heads, head < heads, token < tokens, HALF, BLOCK_HALF, INTERLEAVED,
         )  # fmt: skip
     else:
-        head -= QUERY_HEADS
+        kv_head = ((block - QUERY_BLOCKS) * BLOCK_KV + tl.arange(0, BLOCK_KV)).to(tl.int64)[:, None]
         slot = tl.load(slot_mapping + token * slot_stride, mask=token < num_slots, other=-1).to(tl.int64)
         # Padding is -1; division would round it into the cache, so it is sorted out before it is divided.
-        valid = (slot >= 0) & (slot < tl.cast(num_pages, tl.int64) * PAGE_SIZE) & (token < tokens)
+        written = (slot >= 0) & (slot < tl.cast(num_pages, tl.int64) * PAGE_SIZE) & (token < tokens)
+        # What is read does not wait for the slot: only the stores do.
+        there, valid = kv_head < tl.where(token < tokens, KV_HEADS, 0), kv_head < tl.where(written, KV_HEADS, 0)
         page, offset = slot // PAGE_SIZE, slot % PAGE_SIZE
-        source = key + token * key_stride_token + head * key_stride_head
-        target = k_cache + page * k_stride_page + offset * k_stride_token + head * k_stride_head
-        _rotate_row(
-            source, key_stride_dim, target, k_stride_dim, cos_row, cos_stride_dim, sin_row, sin_stride_dim, k_weight,
-            k_weight_stride, eps, valid, HALF, BLOCK_HALF, INTERLEAVED,
+        dim = tl.arange(0, BLOCK_V).to(tl.int64)[None, :]
+        row = value + token * value_stride_token + kv_head * value_stride_head
+        stored = tl.load(row + dim * value_stride_dim, mask=there & (dim < DIM_V), other=0.0)
+        k_source = key + token * key_stride_token + kv_head * key_stride_head
+        k_row = k_cache + page * k_stride_page + offset * k_stride_token + kv_head * k_stride_head
+        _rotate_rows(
+            k_source, key_stride_dim, k_row, k_stride_dim, cos_row, cos_stride_dim, sin_row, sin_stride_dim, k_weight,
+            k_weight_stride, eps, there, valid, token < tokens, HALF, BLOCK_HALF, INTERLEAVED,
         )  # fmt: skip
-        dim = tl.arange(0, BLOCK_V).to(tl.int64)
-        mask = dim < tl.where(valid, DIM_V, 0)
-        row = value + token * value_stride_token + head * value_stride_head
-        stored = tl.load(row + dim * value_stride_dim, mask=mask, other=0.0)
-        target = v_cache + page * v_stride_page + offset * v_stride_token + head * v_stride_head
-        tl.store(target + dim * v_stride_dim, stored.to(v_cache.dtype.element_ty), mask=mask)
+        v_row = v_cache + page * v_stride_page + offset * v_stride_token + kv_head * v_stride_head
+        tl.store(v_row + dim * v_stride_dim, stored.to(v_cache.dtype.element_ty), mask=valid & (dim < DIM_V))
 
 
 @triton.jit
-def _rotate_row(
+def _rotate_rows(
     source,
     source_stride,
     target,
@@ -148,27 +164,35 @@ def _rotate_row(
     weight,
     weight_stride,
     eps,
+    there,
     valid,
+    live,
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """One head's row; ``first`` and ``second`` are the two components of its pairs."""
-    pair = tl.arange(0, BLOCK).to(tl.int64)
-    mask = pair < tl.where(valid, HALF, 0)
+    """Rows of some heads ``[heads, 1]``: those that are ``there`` are read, those that are ``valid`` are stored.
+
+    ``live``: the token is there, and so are its angles. ``first`` and ``second`` are the two components of a pair.
+    """
+    pair = tl.arange(0, BLOCK).to(tl.int64)[None, :]
+    in_row = pair < tl.where(live, HALF, 0)  # of the tables and weights, which every head reads
     first, second = (pair * 2, pair * 2 + 1) if INTERLEAVED else (pair, pair + HALF)
-    a = tl.load(source + first * source_stride, mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(source + second * source_stride, mask=mask, other=0.0).to(tl.float32)
-    if weight is not None:
-        scale = 1.0 / tl.sqrt_rn(tl.sum(a * a + b * b) / (2 * HALF) + eps)
-        a *= scale * tl.load(weight + first * weight_stride, mask=mask, other=0.0).to(tl.float32)
-        b *= scale * tl.load(weight + second * weight_stride, mask=mask, other=0.0).to(tl.float32)
-    cos_a = tl.load(cos + pair * cos_stride, mask=mask, other=0.0).to(tl.float32)
-    sin_a = tl.load(sin + pair * sin_stride, mask=mask, other=0.0).to(tl.float32)
+    a = tl.load(source + first * source_stride, mask=there & (pair < HALF), other=0.0).to(tl.float32)
+    b = tl.load(source + second * source_stride, mask=there & (pair < HALF), other=0.0).to(tl.float32)
+    cos_a = tl.load(cos + pair * cos_stride, mask=in_row, other=0.0).to(tl.float32)
+    sin_a = tl.load(sin + pair * sin_stride, mask=in_row, other=0.0).to(tl.float32)
     if INTERLEAVED:
         cos_b, sin_b = cos_a, sin_a
     else:
-        cos_b = tl.load(cos + second * cos_stride, mask=mask, other=0.0).to(tl.float32)
-        sin_b = tl.load(sin + second * sin_stride, mask=mask, other=0.0).to(tl.float32)
+        cos_b = tl.load(cos + second * cos_stride, mask=in_row, other=0.0).to(tl.float32)
+        sin_b = tl.load(sin + second * sin_stride, mask=in_row, other=0.0).to(tl.float32)
+    if weight is not None:
+        w_a = tl.load(weight + first * weight_stride, mask=in_row, other=0.0).to(tl.float32)
+        w_b = tl.load(weight + second * weight_stride, mask=in_row, other=0.0).to(tl.float32)
+        scale = 1.0 / tl.sqrt_rn(tl.sum(a * a + b * b, 1) / (2 * HALF) + eps)
+        a *= scale[:, None] * w_a
+        b *= scale[:, None] * w_b
+    mask = valid & (pair < HALF)
     tl.store(target + first * target_stride, (a * cos_a - b * sin_a).to(target.dtype.element_ty), mask=mask)
     tl.store(target + second * target_stride, (b * cos_b + a * sin_b).to(target.dtype.element_ty), mask=mask)

@@ -9,5 +9,7 @@ from tcport.passes import (  # noqa: F401  (importing them registers the passes)
     fuse_silu_mul_quantise,
     merge_kv_write,
     select_tiles,
+    share_metadata,
+    split_shared_prefix,
     write_in_place,
 )
