@@ -19,7 +19,13 @@ from tcport.kernels import layers
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3}
 """Relative and absolute: 16 ulps of fp32, 1 ulp of fp16."""
-TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
+TARGETS = {
+    "sm_75": ("cuda", 75, 32),
+    "sm_86": ("cuda", 86, 32),
+    "sm_80": ("cuda", 80, 32),
+    "sm_90": ("cuda", 90, 32),
+    "gfx942": ("hip", "gfx942", 64),
+}
 
 
 def rows(dtype: torch.dtype, width: int, strided: bool, device: str = "cpu") -> list[Tensor]:

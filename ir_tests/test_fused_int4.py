@@ -106,6 +106,29 @@ def test_weights_as_models_dequantise_them(
     assert_equivalent(spelling, *args, matches={"fuse_int4_matmul": 1}, dynamic=dynamic)
 
 
+@pytest.mark.parametrize(("rows", "matches"), [(32, 1), (33, 0)])
+def test_many_rows_are_left(rows: int, matches: int) -> None:
+    graph = capture(grouped, *operands(torch.float32, rows))
+    report = run_pass("fuse_int4_matmul", graph, matches=matches)
+    assert any("dequantised once" in note for note in report.notes) == (matches == 0)
+
+
+def test_an_open_number_of_rows_is_few_or_many() -> None:
+    """One graph up to 32 rows, one beyond, each right for every number on its side; no third."""
+    torch.compiler.reset()
+    compiled = torch.compile(grouped, backend="tcport", fullgraph=True)
+    before, kernels = tcport.compile_count(), []
+    for number in (3, 30, 32, 33, 300, 7):
+        args = operands(torch.float32, number)
+        torch._dynamo.mark_dynamic(args[0], 0)
+        torch.testing.assert_close(compiled(*args), grouped(*args), rtol=1e-4, atol=1e-3)
+        report = tcport.last_report()
+        assert report is not None
+        kernels.append([node.op for node in report.nodes])
+    assert tcport.compile_count() - before == 2
+    assert kernels[:5] == [["tcport::w4a16_matmul"]] * 3 + [[]] * 2  # of the last compile: the first graph takes the 7
+
+
 def test_what_it_saved_is_reported() -> None:
     graph = capture(grouped, *operands(torch.float16))
     report = run_pass("fuse_int4_matmul", graph, matches=1)
@@ -176,6 +199,7 @@ def test_compiled_the_result_is_that_of_the_definition() -> None:
 def test_a_gpu_gets_the_kernel_for_few_rows_and_the_reason_for_many() -> None:
     (few,) = lower_on(catalogue_profile("h200"), grouped, *operands(torch.bfloat16, 16))
     assert few.kernel == "triton_w4a16_matmul"
-    (many,) = lower_on(catalogue_profile("h200"), grouped, *operands(torch.bfloat16, 512))
+    assert lower_on(catalogue_profile("h200"), grouped, *operands(torch.bfloat16, 512)) == []
+    (many,) = lower_on(catalogue_profile("h200"), torch.ops.tcport.w4a16_matmul, *operands(torch.bfloat16, 512))
     assert many.kernel == "torch_w4a16_matmul"
-    assert "more than 256 rows" in many.rejected[0].reason
+    assert "more than 32 rows" in many.rejected[0].reason

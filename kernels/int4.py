@@ -7,6 +7,8 @@ from torch import Tensor
 
 PER_WORD = 8
 """Weights in an int32."""
+MOST_ROWS = 32
+"""Rows up to which a GPU waits for the weights' bytes, not for arithmetic; beyond, they are better dequantised once."""
 
 
 def w4a16_matmul(
@@ -18,7 +20,7 @@ def w4a16_matmul(
         x: ``[T, K]``, fp32, fp16 or bf16.
         packed: int32 ``[K / 8, N]``: bits ``4 * j`` to ``4 * j + 3`` of ``packed[i, n]`` are ``q[8 * i + j, n]``.
         scales: ``[K / group, N]`` in the dtype of ``x``.
-        zeros: integers of that shape; None: 8 everywhere.
+        zeros: integers from -128 to 128 of that shape; None: 8 everywhere.
 
     Returns:
         ``[T, N]`` in the dtype of ``x``, contiguous. Weights are rounded to that dtype, as they are where they are

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from tcport import int4_ops as int4_ops  # defines the operator
 from tcport.device import DeviceProfile
 from tcport.kernels import int4
@@ -9,9 +11,6 @@ from tcport.kernels.call import Launcher
 from tcport.lowering.candidate import Candidate, Verdict
 from tcport.lowering.foreign import ForeignCall, ForeignSpec
 from tcport.lowering.registry import Answer, register_lowering
-
-MOST_ROWS = 256
-"""Rows up to which the weights' bytes, and not the arithmetic, are what a GPU waits for; estimated, not measured."""
 
 
 @register_lowering("tcport::w4a16_matmul")
@@ -26,9 +25,14 @@ def triton_w4a16_matmul(spec: ForeignSpec, profile: DeviceProfile) -> Answer:
     group = 8 * sizes[0] // sizes[1]
     if group % 32:
         return Verdict.no(f"it takes groups of a multiple of 32 weights, not {group}")
-    if isinstance(x.shape[0], int) and x.shape[0] > MOST_ROWS:
-        return Verdict.no(f"for more than {MOST_ROWS} rows weights are dequantised once, not for each block of rows")
-    return Candidate("triton_w4a16_matmul", "tuned", _run_triton)
+    if isinstance(x.shape[0], int) and x.shape[0] > int4.MOST_ROWS:
+        return Verdict.no(
+            f"for more than {int4.MOST_ROWS} rows weights are dequantised once, not for each block of rows"
+        )
+    if (profile.arch or "").startswith("sm_7"):
+        return Verdict.no(f"it multiplies as GPUs from sm_80 do, not {profile.arch}")
+    shared = profile.shared_per_cta_optin or profile.shared_per_cta
+    return Candidate("triton_w4a16_matmul", "tuned", functools.partial(_run_triton, shared))
 
 
 @register_lowering("tcport::w4a16_matmul")
@@ -41,7 +45,9 @@ def torch_w4a16_matmul(spec: ForeignSpec, profile: DeviceProfile) -> Answer:
     )
 
 
-def _run_triton(call: ForeignCall, launch: Launcher) -> object:
+def _run_triton(shared: int | None, call: ForeignCall, launch: Launcher) -> object:
     from tcport.kernels import triton_int4
 
-    return triton_int4.w4a16_matmul(*call.args, launch=launch)
+    x, _, scales, _ = call.args
+    tile = triton_int4.tile_for(int(scales.shape[1]), x.element_size(), shared)
+    return triton_int4.w4a16_matmul(*call.args, launch=launch, tile=tile)

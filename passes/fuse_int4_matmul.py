@@ -7,6 +7,8 @@ Rules:
     2. Shifts are an ``arange`` that stands in the graph. Where they are a buffer, their values are not known: left.
     3. Zero points are integers of one value each, or 8. Where they are packed too, unpacking them stays in the graph.
     4. Scales have the dtype of the matrix. Where anything else uses the weights, everything stays as it is.
+    5. A matrix of more than :data:`~tcport.kernels.int4.MOST_ROWS` rows is left: there a dequantise and a matmul are
+       faster. Where the number is open, the graph becomes one for few rows or one for many, with a guard that tells.
 
 Saves: the store and the load of the weights in 16 bits, four times the bytes they are packed in.
 """
@@ -21,11 +23,13 @@ from typing import Any
 import torch
 import torch.fx
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from tcport import int4_ops as int4_ops  # defines the operator
 from tcport.graph_facts import has_values
 from tcport.graph_pass import PassContext, register_pass
-from tcport.pattern import Pattern, tensor
+from tcport.kernels.int4 import MOST_ROWS
+from tcport.pattern import Bindings, Pattern, tensor
 
 aten = torch.ops.aten
 _SHIFTS = (torch.bitwise_right_shift, operator.rshift)
@@ -61,14 +65,22 @@ def fused_symmetric(scales: Tensor, x: Tensor, packed: Tensor) -> Tensor:
     return torch.ops.tcport.w4a16_matmul(x, packed, scales, None)
 
 
+def few_rows(bound: Bindings) -> str | None:
+    """Why not, of a matrix of many rows."""
+    few = guard_or_false(bound["x"].shape[0] <= MOST_ROWS)
+    return None if few else f"for more than {MOST_ROWS} rows weights are better dequantised once"
+
+
 _SPELLINGS = tuple(
     _spelling(*how) for how in itertools.product(_SHIFTS, (torch.int32, torch.int64), (False, True), (3, 2))
 )
 # In this order the sizes that a pattern is traced with, which only names tell apart, are those of whole groups.
 _WILDCARDS: dict[str, Any] = {"scales": tensor("g n"), "x": tensor("t 8p"), "packed": tensor("p n", torch.int32)}
 PATTERNS = (
-    Pattern(_SPELLINGS, fused, zeros=tensor("g n", (torch.int32, torch.int8, torch.uint8)), **_WILDCARDS),
-    Pattern(tuple(map(_symmetric, _SPELLINGS)), fused_symmetric, **_WILDCARDS),
+    Pattern(
+        _SPELLINGS, fused, guards=(few_rows,), zeros=tensor("g n", (torch.int32, torch.int8, torch.uint8)), **_WILDCARDS
+    ),
+    Pattern(tuple(map(_symmetric, _SPELLINGS)), fused_symmetric, guards=(few_rows,), **_WILDCARDS),
 )
 
 
