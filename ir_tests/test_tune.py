@@ -43,7 +43,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def entry(spec: AttentionSpec = OPEN) -> Measured:
-    return Measured(facts_of(spec), tile_of(SLOWER), "16x32 w1 st4", 1.034, ("h32-8 d128 b1 c4096",))
+    return Measured(facts_of(spec), tile_of(SLOWER), "16x32 w1 st3", 1.034, ("h32-8 d128 b1 c4096",))
 
 
 def first(spec: AttentionSpec = OPEN, profile: tcport.device.DeviceProfile = H200) -> tuple[dict[str, int], str]:
@@ -63,11 +63,11 @@ def test_tuning(name: str, outcomes: dict[str, str]) -> None:
 
 def test_the_chain_takes_what_was_measured_and_says_why() -> None:
     model = first()
-    assert model[0] == {"block_m": 16, "block_n": 32, "num_warps": 1, "num_stages": 4}
+    assert model[0] == {"block_m": 16, "block_n": 32, "num_warps": 1, "num_stages": 3}
     store(Table(identity_of(H200), (entry(),)))
     tile, why = first()
     assert tile == tile_of(SLOWER)
-    assert why == "measured 3.4% faster than the model's 16x32 w1 st4 (h32-8 d128 b1 c4096)"
+    assert why == "measured 3.4% faster than the model's 16x32 w1 st3 (h32-8 d128 b1 c4096)"
     links = [link for link in select("paged_attention", OPEN, H200).candidates if link.tier == "tuned"]
     assert [tile_of(link.config) for link in links] == [
         tile_of(SLOWER),
@@ -182,7 +182,7 @@ def test_the_report_of_a_compile_says_what_was_measured() -> None:
     store(Table(identity_of(H200), (entry(),)))
     (node,) = lower_on(H200, tcport.paged_attention, *args, dynamic=True)
     assert node.tile.startswith(str(SLOWER.uncut))
-    assert node.why.startswith("measured 3.4% faster than the model's 16x32 w1 st4")
+    assert node.why.startswith("measured 3.4% faster than the model's 16x32 w1 st3")
 
 
 def test_an_eager_call_follows_the_power_limit_of_a_device_that_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,11 +205,11 @@ def test_an_eager_call_follows_the_power_limit_of_a_device_that_is_watched(monke
         return launch.arguments["BLOCK_N"], launch.options["num_warps"], launch.options["num_stages"]
 
     measured_tile = (SLOWER.block_n, SLOWER.num_warps, SLOWER.num_stages)
-    assert tile() == measured_tile != (32, 1, 4)
+    assert tile() == measured_tile != (32, 1, 3)
     limit[0] = 350.0
     assert tile() == measured_tile  # nobody has looked
     refresh()
-    assert tile() == (32, 1, 4)
+    assert tile() == (32, 1, 3)
 
 
 def test_an_exported_table_is_imported(tmp_path: Path) -> None:
