@@ -96,8 +96,13 @@ def test_amd_has_no_four_stages_where_triton_does_not_build_them(
 ) -> None:
     monkeypatch.setattr(targets, "triton_version", lambda: version)
     for vendor, arch, most in (("amd", "gfx942", stages), ("amd", "gfx1100", stages), ("nvidia", "sm_80", 4)):
-        tiles = [c.config for c in select("paged_attention", spec(), device(vendor, arch)).candidates]
-        assert max(tile.num_stages for tile in tiles if isinstance(tile, TileConfig)) == most, arch
+        profile = device(vendor, arch)
+        refused = [
+            stages for stages in (1, 2, 3, 4) if refusal(targets.target_of(profile), TileConfig(16, 32, 4, stages))
+        ]
+        assert refused == [stages for stages in (1, 2, 3, 4) if stages > most], arch
+        tiles = [c.config for c in select("paged_attention", spec(), profile).candidates]
+        assert max(tile.num_stages for tile in tiles if isinstance(tile, TileConfig)) <= most, arch
 
 
 def test_the_cpu_has_no_triton() -> None:
