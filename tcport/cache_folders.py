@@ -33,6 +33,14 @@ def settle_before_dynamo() -> None:
         _moved("TORCHINDUCTOR_CACHE_DIR")
 
 
+def left_folder(variable: str) -> Path | None:
+    """The folder that a variable was pointed away from, if it was: what the user has to mend."""
+    return _left.get(variable)
+
+
+_left: dict[str, Path] = {}
+
+
 @functools.lru_cache(maxsize=8)
 def _settle(environment: tuple[str | None, ...]) -> tuple[str, ...]:
     return tuple(said for said in map(_moved, _FOLDERS) if said)
@@ -50,6 +58,7 @@ def _moved(variable: str) -> str:
         said = f"{variable} can name no folder, not even a temporary one: {error.strerror or error}."
     else:
         os.environ[variable] = other
+        _left[variable] = folder
         said = f"{folder} cannot be written ({trouble}): {variable} is {other} for this process."
     logger("chain").warning("%s", said)
     return said

@@ -133,7 +133,9 @@ def _headers(name: str) -> Finding:
 
 def _cache(variable: str, default: Callable[[], Path]) -> Callable[[str], Finding]:
     def check(name: str) -> Finding:
-        path = Path(os.environ.get(variable) or default())
+        from tcport.cache_folders import left_folder
+
+        path = left_folder(variable) or Path(os.environ.get(variable) or default())
         problem = _unwritable(path)
         if problem:
             return Finding(name, "fault", f"{path}: {problem}", f"Set {variable} to a folder that can be written.")
