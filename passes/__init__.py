@@ -8,6 +8,7 @@ from tcport.passes import (  # noqa: F401  (importing them registers the passes)
     fuse_silu_mul,
     fuse_silu_mul_quantise,
     merge_kv_write,
+    repack_int4_matmul,
     select_tiles,
     share_metadata,
     split_shared_prefix,

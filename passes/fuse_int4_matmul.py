@@ -4,7 +4,8 @@ Rules:
     1. The product of a matrix and weights that are unpacked from int32 words along the dimension that is summed over,
        less a zero point, times a scale, both shared by groups of rows, becomes ``tcport::w4a16_matmul``; the spellings
        are those of :data:`PATTERNS`. The layout is GPTQ's.
-    2. Shifts are an ``arange`` that stands in the graph. Where they are a buffer, their values are not known: left.
+    2. Shifts are an ``arange`` that stands in the graph. Where they are a buffer, their values are not known: left to
+       ``repack_int4_matmul``.
     3. Zero points are integers of one value each, or 8. Where they are packed too, unpacking them stays in the graph.
     4. Scales have the dtype of the matrix. Where anything else uses the weights, everything stays as it is.
     5. A matrix of more than :data:`~tcport.kernels.int4.MOST_ROWS` rows is left: there a dequantise and a matmul are
