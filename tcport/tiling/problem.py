@@ -11,7 +11,8 @@ from tcport.ir import AttentionSpec, Dim
 
 MAX_HEAD_DIM = 1024
 
-# What a symbolic size is taken for where a number is needed: a serving step of the middling kind.
+# What a symbolic size is taken for where a number is needed: a serving step of the middling kind, or one of drafts.
+_DRAFT_TOKENS = 4
 NOMINAL_SEQS, NOMINAL_TOKENS_PER_SEQ, NOMINAL_CONTEXT = 16, 256, 4096
 
 _BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1}
@@ -57,9 +58,12 @@ class Problem:
             return (self,)
         batches = (1, 8, 64, 256) if self.open_batch else (self.num_seqs,)
         contexts = (512, NOMINAL_CONTEXT, 32768) if self.open_context else (self.max_context,)
-        per_seq = self.num_tokens / self.num_seqs
+        # Drafts of a few tokens beside prompts: a tile for prompts alone leaves most of its rows empty on them.
+        open_tokens = self.open_tokens and self.kernel == "prefill"
+        tokens = (_DRAFT_TOKENS, NOMINAL_TOKENS_PER_SEQ) if open_tokens else (self.num_tokens / self.num_seqs,)
         return tuple(
             dataclasses.replace(self, num_seqs=seqs, num_tokens=max(1, round(per_seq * seqs)), max_context=context)
+            for per_seq in tokens
             for seqs in batches
             for context in contexts
         )
