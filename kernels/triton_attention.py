@@ -138,7 +138,8 @@ def paged_attention_kernel(
         length = tl.where(number_2 <= num_splits, length_2, length_4)
         length = tl.where(number_0 <= num_splits, length_0, length)
         begun, split, count = block * 0, block * 0, block * 0
-        block, num_splits = block * 0, block * 0
+        # From 1 on, as Triton 3.7 looks at the division by it before it looks at the loop, and fails at a 0.
+        block, num_splits = block * 0, block * 0 + 1
         for first in range(0, num_seqs, _LENGTHS_AT_ONCE):
             seqs = first + tl.arange(0, _LENGTHS_AT_ONCE)
             lens = tl.load(seq_lens + seqs.to(tl.int64) * lens_stride, mask=seqs < num_seqs, other=0).to(tl.int32)
@@ -149,7 +150,7 @@ def paged_attention_kernel(
             count += tl.sum(here.to(tl.int32), 0)
             block += tl.sum(tl.where(here, seqs, 0), 0)
             split += tl.sum(tl.where(here, part - (ends - numbers), 0), 0)
-            num_splits += tl.sum(tl.where(here, numbers, 0), 0)
+            num_splits += tl.sum(tl.where(here, numbers - 1, 0), 0)
             begun += tl.sum(numbers, 0)
         seq, seq_end, first_token = block, block + 1, block
         covered = count > 0
