@@ -55,7 +55,8 @@ def _compiled(launch: Launch, target: GPUTarget, aligned: bool) -> dict[str, Any
     known = specialise(launch, aligned=aligned)
     compiled = compile_launch(launch, target, known)
     metadata = compiled.metadata
-    if metadata.global_scratch_size or metadata.profile_scratch_size:
+    # Before 3.9 Triton for AMD gave no kernel global scratch, and named none.
+    if getattr(metadata, "global_scratch_size", 0) or metadata.profile_scratch_size:
         raise ValueError("the kernel needs scratch memory of the launcher's")
     visible = sum(kind != "constexpr" for kind in known.signature.values())
     parameters = _parameters(compiled.asm["ptx" if target.backend == "cuda" else "amdgcn"])
