@@ -55,7 +55,7 @@ def _compiled(launch: Launch, target: GPUTarget, aligned: bool) -> dict[str, Any
     known = specialise(launch, aligned=aligned)
     compiled = compile_launch(launch, target, known)
     metadata = compiled.metadata
-    # Before 3.9 Triton for AMD gave no kernel global scratch, and named none.
+    # Triton 3.6 and 3.7 give no kernel for AMD global scratch, and do not name it.
     if getattr(metadata, "global_scratch_size", 0) or metadata.profile_scratch_size:
         raise ValueError("the kernel needs scratch memory of the launcher's")
     visible = sum(kind != "constexpr" for kind in known.signature.values())
