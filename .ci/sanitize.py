@@ -13,7 +13,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FLAGS = "-fsanitize=address,undefined -fno-sanitize-recover=all -g1 -O1"
-FILES = ("test_cpu_kernel.py", "test_cases_a1_a9.py", "test_case_a4.py", "test_remembered.py")
+FILES = (
+    "test_cpu_kernel.py",
+    "test_cases_a1_a9.py",
+    "test_case_a4.py",
+    "test_remembered.py",
+    "test_remembered_changes.py",
+)
 # Compiled code calls the same kernels; compiling it with a sanitizer in the compiler takes minutes.
 TESTS = [*(f"ir_tests/{name}" for name in FILES), "-q", "-k", "not compiled"]
 
