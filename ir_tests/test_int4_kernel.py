@@ -5,30 +5,12 @@ from __future__ import annotations
 import int4_kernel_checks as checks
 import pytest
 import torch
-from subprocess_results import run_in_subprocess
+from kernel_tests import kernel_tests
 
 from tcport.kernels import int4
 from tcport.kernels.triton_int4 import w4a16_matmul
 
-
-@pytest.fixture(scope="module")
-def interpreted() -> dict[str, str]:
-    return run_in_subprocess("int4_kernel_checks", "interpreted", TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
-
-
-@pytest.fixture(scope="module")
-def compiled() -> dict[str, str]:
-    return run_in_subprocess("int4_kernel_checks", "compiled")
-
-
-@pytest.mark.parametrize("name", checks.interpreted())
-def test_agrees_with_the_definition(interpreted: dict[str, str], name: str) -> None:
-    assert interpreted[name] == ""
-
-
-@pytest.mark.parametrize("name", checks.compiled())
-def test_compiles(compiled: dict[str, str], name: str) -> None:
-    assert compiled[name] == ""
+interpreted, compiled, test_agrees_with_the_definition, test_compiles = kernel_tests(checks)
 
 
 @pytest.mark.gpu

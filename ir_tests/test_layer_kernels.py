@@ -5,30 +5,12 @@ from __future__ import annotations
 import layer_kernel_checks
 import pytest
 import torch
-from subprocess_results import run_in_subprocess
+from kernel_tests import kernel_tests
 
 from tcport.lowering.agreement import check_numbers
 from tcport.lowering.registry import rows
 
-
-@pytest.fixture(scope="module")
-def interpreted() -> dict[str, str]:
-    return run_in_subprocess("layer_kernel_checks", "interpreted", TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
-
-
-@pytest.fixture(scope="module")
-def compiled() -> dict[str, str]:
-    return run_in_subprocess("layer_kernel_checks", "compiled")
-
-
-@pytest.mark.parametrize("name", layer_kernel_checks.interpreted())
-def test_agrees_with_the_definition(interpreted: dict[str, str], name: str) -> None:
-    assert interpreted[name] == ""
-
-
-@pytest.mark.parametrize("name", layer_kernel_checks.compiled())
-def test_compiles(compiled: dict[str, str], name: str) -> None:
-    assert compiled[name] == ""
+interpreted, compiled, test_agrees_with_the_definition, test_compiles = kernel_tests(layer_kernel_checks)
 
 
 @pytest.mark.gpu

@@ -5,32 +5,14 @@ from __future__ import annotations
 import pytest
 import rope_kernel_checks
 import torch
-from subprocess_results import run_in_subprocess
+from kernel_tests import kernel_tests
 from torch import Tensor
 
 from tcport.errors import ShapeError
 from tcport.kernels.call import WriteCall, share_storage
 from tcport.kernels.rope import RopeWriteCall, rotated
 
-
-@pytest.fixture(scope="module")
-def interpreted() -> dict[str, str]:
-    return run_in_subprocess("rope_kernel_checks", "interpreted", TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
-
-
-@pytest.fixture(scope="module")
-def compiled() -> dict[str, str]:
-    return run_in_subprocess("rope_kernel_checks", "compiled")
-
-
-@pytest.mark.parametrize("name", rope_kernel_checks.interpreted())
-def test_agrees_with_the_definition(interpreted: dict[str, str], name: str) -> None:
-    assert interpreted[name] == ""
-
-
-@pytest.mark.parametrize("name", rope_kernel_checks.compiled())
-def test_compiles(compiled: dict[str, str], name: str) -> None:
-    assert compiled[name] == ""
+interpreted, compiled, test_agrees_with_the_definition, test_compiles = kernel_tests(rope_kernel_checks)
 
 
 @pytest.mark.parametrize("name", rope_kernel_checks.CASES)

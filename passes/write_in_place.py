@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from tcport.functional_write import FunctionalWrite, memory_of
+from tcport.functional_write import FunctionalWrite, aliases_of, memory_of
 from tcport.graph_pass import PassContext, register_pass
 from tcport.pass_values import agree, derive
 
@@ -84,7 +84,7 @@ def _obstacle(write: FunctionalWrite, index: int) -> str | None:
     if others and memory_of(copies[memory].args[1]) is not write.new_base(index):  # type: ignore[arg-type]
         return f"the version of {memory.name} that stays is another one"
     order = {node: number for number, node in enumerate(graph.nodes)}
-    for alias in [node for node in graph.nodes if memory_of(node) is memory]:
+    for alias in aliases_of(memory):
         for reader in alias.users:
             if memory_of(reader) is memory or reader is copies[memory] or order[reader] < order[write.node]:
                 continue
@@ -155,8 +155,10 @@ def _drop_if_idle(graph: torch.fx.Graph, copy: torch.fx.Node, ctx: PassContext) 
         return
     was, now = target.meta["val"], source.meta["val"]  # type: ignore[union-attr]
     if agree(was, now) and agree(was.storage_offset(), now.storage_offset()):
-        writers = [node for node in graph.nodes if node.op == "call_function" and _writes(node, target)]
-        ctx.merged(copy, writers[-1])
+        order = {node: number for number, node in enumerate(graph.nodes)}
+        users = (user for alias in aliases_of(target) for user in alias.users)  # type: ignore[arg-type]
+        writers = [node for node in users if node.op == "call_function" and _writes(node, target)]
+        ctx.merged(copy, max(writers, key=order.__getitem__))
         graph.erase_node(copy)
 
 

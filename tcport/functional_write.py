@@ -129,6 +129,22 @@ def memory_of(node: torch.fx.Node) -> torch.fx.Node:
             return node
 
 
+def aliases_of(memory: torch.fx.Node) -> list[torch.fx.Node]:
+    """The nodes whose results lie in the memory of a node, which comes first: those that :func:`memory_of` leads to it.
+
+    Found by the users, as graphs have many nodes and a memory has few views.
+    """
+    found = [memory]
+    for node in found:
+        parts = is_view(node)
+        found += [
+            user
+            for user in node.users
+            if (is_view(user) and user.args[0] is node) or (parts and user.target is operator.getitem)
+        ]
+    return found
+
+
 def written_by(cache: torch.fx.Node) -> FunctionalWrite | None:
     """The ``kv_write`` whose new version of a base this is a view of."""
     base = memory_of(cache)
