@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from tcport.kernels import reference
 from tcport.lowering import registry
 from tcport.lowering.operators import PAGED_ATTENTION
 from tcport.lowering.registry import Row
-from tcport.probes import Outcome, probe, results, trusted
+from tcport.probes import CAPABILITIES, FAMILIES, Outcome, probe, results, trusted
 from tcport.user_cache import cache_folder
 
 H200 = catalogue_profile("h200")
@@ -31,76 +32,103 @@ RIGHT, WRONG = Outcome(True, "right"), Outcome(False, "ValueError: wrong numbers
 @pytest.fixture(autouse=True)
 def _nothing_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("TCPORT_CACHE_DIR", str(tmp_path / "cache"))
-    results._kept.cache_clear()
+    results.forget()
     quarantine.clear()
     yield
-    results._kept.cache_clear()
+    results.forget()
     quarantine.clear()
 
 
 @pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A present H200 whose prefill kernel is wrong, and whose decode kernel is with a large tile.
 
-    The list grows by one with every run of the probes.
+    The list grows by the group with every run of probes.
     """
-    ran: list[int] = []
+    ran: list[str] = []
+    crash = Outcome(False, "RuntimeError: an illegal memory access was encountered")
+    outcomes = {
+        CAPABILITIES: {"fp16_dot": RIGHT},
+        "triton_decode": {"triton_decode 16x64 w4 st2": RIGHT, "triton_decode 64x64 w4 st2": WRONG},
+        "triton_prefill": {"triton_prefill 16x64 w4 st2": WRONG},
+        "triton_write": {"triton_write": crash},
+    }
 
-    def run(index: int, time_limit: float = 0) -> tuple[dict[str, Outcome], str]:
-        ran.append(index)
-        crash = Outcome(False, "RuntimeError: an illegal memory access was encountered")
-        tiles = {"triton_decode 16x64 w4 st2": RIGHT, "triton_decode 64x64 w4 st2": WRONG}
-        return {**tiles, "triton_prefill 16x64 w4 st2": WRONG, "triton_write": crash}, ""
+    def run(index: int, group: str, time_limit: float = 0) -> tuple[dict[str, Outcome], str]:
+        ran.append(group)
+        return outcomes.get(group, {}), ""
 
     monkeypatch.setattr(results, "_present", lambda profile: 0)
     monkeypatch.setattr(results, "run_probes", run)
     return ran
 
 
-def test_probes_run_once_for_a_device_driver_and_compiler(runs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert probe(H200)["triton_decode 16x64 w4 st2"] == RIGHT
-    probe(H200)
-    assert runs == [0]
-    results._kept.cache_clear()  # as in another process
-    assert probe(H200)["triton_prefill 16x64 w4 st2"] == WRONG
-    assert runs == [0]
-    probe(H200.replace(driver_version="999"))
-    assert runs == [0, 0]
-    results._kept.cache_clear()
+def test_probes_run_once_for_a_device_driver_and_compiler(runs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert probe(H200, ["triton_decode"])["triton_decode 16x64 w4 st2"] == RIGHT
+    probe(H200, ["triton_decode"])
+    assert runs == ["triton_decode"]
+    results.forget()  # as in another process
+    assert probe(H200, ["triton_decode"])["triton_decode 64x64 w4 st2"] == WRONG
+    assert runs == ["triton_decode"]
+    probe(H200.replace(driver_version="999"), ["triton_decode"])
+    assert runs == ["triton_decode"] * 2
+    results.forget()
     monkeypatch.setattr(results, "triton_version", lambda: "99")
-    probe(H200)
-    assert runs == [0, 0, 0]
+    probe(H200, ["triton_decode"])
+    assert runs == ["triton_decode"] * 3
+
+
+def test_only_what_is_asked_for_is_probed(runs: list[str]) -> None:
+    """A decode step with its write waits for the tests of these two kernels, not of prompts and not of fp8 products."""
+    assert trusted("a third party's", H200) is None
+    assert runs == []
+    assert set(probe(H200, ["triton_decode", "triton_write", "a third party's"])) == {
+        "triton_decode 16x64 w4 st2",
+        "triton_decode 64x64 w4 st2",
+        "triton_write",
+    }
+    assert sorted(runs) == ["triton_decode", "triton_write"]
+    runs.clear()
+    assert {"fp16_dot", "triton_prefill 16x64 w4 st2", "triton_write"} < set(probe(H200))
+    assert sorted(runs) == sorted({CAPABILITIES, *FAMILIES} - {"triton_decode", "triton_write"})
+
+
+def test_threads_that_ask_together_probe_once(runs: list[str]) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda _: probe(H200, ["triton_decode"]), range(8)))
+    assert runs == ["triton_decode"]
+    assert all(answer == answers[0] and len(answer) == 2 for answer in answers)
 
 
 @pytest.mark.parametrize("damaged", ["", "[]", "3", "{", '{"triton_decode 16x64 w4 st2": 3}', '{"a": {"fine": true}}'])
-def test_a_damaged_file_of_outcomes_is_probed_again(damaged: str, runs: list[int]) -> None:
-    right = dict(probe(H200))
+def test_a_damaged_file_of_outcomes_is_probed_again(damaged: str, runs: list[str]) -> None:
+    right = probe(H200, ["triton_decode"])
     (path,) = cache_folder("probes").iterdir()
     path.write_text(damaged)
-    results._kept.cache_clear()  # as in another process
-    assert probe(H200) == right
-    assert runs == [0, 0]
+    results.forget()  # as in another process
+    assert probe(H200, ["triton_decode"]) == right
+    assert runs == ["triton_decode"] * 2
     assert json.loads(path.read_text()).keys() == right.keys()
 
 
-def test_only_wrong_numbers_cost_the_trust(runs: list[int]) -> None:
+def test_only_wrong_numbers_cost_the_trust(runs: list[str]) -> None:
     assert trusted("triton_write", H200) is None  # its test could not be run
     assert trusted("a third party's", H200) is None
     assert WRONG.detail in str(trusted("triton_prefill", H200, TileConfig(16, 16, 1, 1)))
 
 
-def test_a_large_tile_that_is_wrong_costs_the_tiles_that_hold_it(runs: list[int]) -> None:
+def test_a_large_tile_that_is_wrong_costs_the_tiles_that_hold_it(runs: list[str]) -> None:
     for sound in (TileConfig(16, 64, 4, 2), TileConfig(32, 64, 8, 1), TileConfig(128, 32, 4, 1)):
         assert trusted("triton_decode", H200, sound) is None
     for unsound in (TileConfig(64, 64, 4, 2), TileConfig(64, 64, 8, 1), TileConfig(128, 128, 4, 1)):
         assert "triton_decode 64x64 w4 st2" in str(trusted("triton_decode", H200, unsound))
 
 
-def test_what_was_measured_goes_before_what_is_said(runs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_measured_goes_before_what_is_said(runs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A row's flags: a probe that failed refuses a device whose data sheet has the capability, and the other way."""
     row = Row("paged_attention", "mine", lambda spec, profile: [], None, None, ("fp8_e4m3_dot",), 0)
     measured = {"fp8_e4m3_dot": Outcome(False, "absent")}
-    monkeypatch.setattr(registry, "probe", lambda profile: measured)
+    monkeypatch.setattr(registry, "probe", lambda profile, groups: measured)
     said = H200.replace(flags={"fp8_e4m3_dot": True})
     assert row.fits(said).reason == "the device lacks fp8_e4m3_dot"
     measured["fp8_e4m3_dot"] = RIGHT
@@ -117,8 +145,8 @@ def test_outcomes_of_a_run_that_was_cut_short_are_not_kept(monkeypatch: pytest.M
 
     monkeypatch.setattr(results, "_present", lambda profile: 0)
     monkeypatch.setattr(subprocess, "run", cut)
-    assert results.run_probes(0, 1.0) == ({"fp16_dot": RIGHT}, "not done in 1 s")
-    assert probe(H200) == {"fp16_dot": RIGHT}
+    assert results.run_probes(0, CAPABILITIES, 1.0) == ({"fp16_dot": RIGHT}, "not done in 1 s")
+    assert probe(H200, [CAPABILITIES]) == {"fp16_dot": RIGHT}
     assert not (cache_folder("probes")).exists()
 
 

@@ -30,9 +30,7 @@ def attend_in_splits(
     query = call.query
     num_tokens, num_heads = query.shape[0], int(query.shape[1])
     num_kv_heads, v_dim = int(call.v_cache.shape[2]), int(call.v_cache.shape[3])
-    out = query.new_empty(num_tokens, num_heads, v_dim)
-    lse = query.new_empty((num_tokens, num_heads) if call.return_lse else (0,), dtype=torch.float32)
-    wanted_lse = lse if call.return_lse else None
+    out, lse, wanted_lse = _results(call)
     splits = number_of_splits(call, config)
 
     def attend(target: Tensor, target_lse: Tensor | None) -> None:
@@ -70,9 +68,7 @@ def attend_in_parts(
     num_tokens, num_heads = query.shape[0], int(query.shape[1])
     num_kv_heads, v_dim = int(call.v_cache.shape[2]), int(call.v_cache.shape[3])
     num_seqs = call.seq_lens.shape[0]
-    out = query.new_empty(num_tokens, num_heads, v_dim)
-    lse = query.new_empty((num_tokens, num_heads) if call.return_lse else (0,), dtype=torch.float32)
-    wanted_lse = lse if call.return_lse else None
+    out, lse, wanted_lse = _results(call)
     part_out = query.new_empty(most * num_heads * v_dim, dtype=torch.float32)
     part_lse = query.new_empty(most * num_heads, dtype=torch.float32)
     parts = query.new_empty(num_seqs * 2, dtype=torch.int32)
@@ -91,6 +87,14 @@ def attend_in_parts(
     )
     combine(part_out, part_lse, most, out, wanted_lse, config.num_warps, launch, parts)
     return out, lse
+
+
+def _results(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Memory for the output and the LSE, and the LSE again as a kernel is given it: None where it is not asked for."""
+    num_tokens, num_heads, v_dim = call.query.shape[0], int(call.query.shape[1]), int(call.v_cache.shape[3])
+    out = call.query.new_empty(num_tokens, num_heads, v_dim)
+    lse = call.query.new_empty((num_tokens, num_heads) if call.return_lse else (0,), dtype=torch.float32)
+    return out, lse, lse if call.return_lse else None
 
 
 def number_of_parts(call: AttentionCall, config: TileConfig) -> int | torch.SymInt:

@@ -15,7 +15,7 @@ from tcport.errors import LoweringRegistrationError, NoCandidateError, OptionErr
 from tcport.fingerprint import source_identity
 from tcport.logs import logger
 from tcport.lowering.candidate import TIERS, Candidate, Rejection, Selection, Verdict
-from tcport.probes import probe
+from tcport.probes import CAPABILITIES, probe
 
 Answer = Candidate | Iterable[Candidate | Rejection] | Verdict
 LowerFn = Callable[[Any, DeviceProfile], Answer]
@@ -44,7 +44,7 @@ class Row:
             return Verdict.no(f"made for vendor {self.vendor}, the device is {profile.vendor}")
         if self.arch is not None and not fnmatch.fnmatchcase(profile.arch or "", self.arch):
             return Verdict.no(f"made for architectures {self.arch}, the device is {profile.arch or 'of unknown arch'}")
-        measured = probe(profile) if self.flags else {}
+        measured = probe(profile, [CAPABILITIES]) if self.flags else {}
         missing = [flag for flag in self.flags if not (measured[flag].ok if flag in measured else profile.has(flag))]
         if missing:
             return Verdict.no(f"the device lacks {', '.join(missing)}")

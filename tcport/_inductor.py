@@ -24,10 +24,12 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.graph import GraphLowering
 from torch._inductor.lowering import lowerings, process_subgraph_nodes, register_lowering
+from torch._inductor.runtime import autotune_cache
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._triton import has_triton
 
 from tcport._inductor_blame import naming
 from tcport._inductor_race import Race, winner
@@ -247,16 +249,29 @@ def _installed(
         # Without it, in-graph views of one symbolic tensor are all written at offset 0 (pytorch#198068).
         register_lowering(torch.ops.aten.sym_storage_offset.default, type_promotion_kind=None)(_storage_offset)
     compile_triton = AsyncCompile.triton
+    asks_driver = autotune_cache.has_triton  # pyright: ignore[reportPrivateImportUsage]
     GraphLowering.codegen = audited_codegen  # type: ignore[method-assign]
     AsyncCompile.triton = naming(compile_triton)  # type: ignore[method-assign]
+    autotune_cache.has_triton = _keys_remote_cache  # pyright: ignore[reportPrivateImportUsage]
     try:
         yield
     finally:
         GraphLowering.codegen = codegen  # type: ignore[method-assign]
         AsyncCompile.triton = compile_triton  # type: ignore[method-assign]
+        autotune_cache.has_triton = asks_driver  # pyright: ignore[reportPrivateImportUsage]
         for overload in overloads:
             lowerings.pop(overload, None)
         lowerings.update(before)
+
+
+def _keys_remote_cache() -> bool:
+    """Whether Inductor may ask Triton's driver for the key of a graph's tuned tiles.
+
+    It asks for every graph that it generates code for or takes from its cache, and the driver is a C extension that is
+    compiled for the purpose; but the key is used with a remote cache alone.
+    """
+    remote = config.autotune_remote_cache or config.bundled_autotune_remote_cache
+    return bool(remote or config.is_fbcode()) and has_triton()  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _lowering(emit: Callable[[torch.fx.Node], Emission | Race]) -> Callable[..., Any]:

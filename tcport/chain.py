@@ -27,7 +27,7 @@ from tcport.lowering.operators import NodeChoice, Operator, choose_for, device_o
 from tcport.lowering.registry import Kernels, generation
 from tcport.lowering.results import check_call_results
 from tcport.lowering.spec import opened
-from tcport.probes import trusted
+from tcport.probes import probe, trusted
 from tcport.report import Cause, FallbackReason
 
 
@@ -164,10 +164,12 @@ def screened(choice: NodeChoice, *, node: str = "", strict: bool = False, every:
     first = choice.selection.candidates[0]
     if strict and (lost := quarantine.reason(choice, first)) is not None:
         raise _failed_before(first, node or choice.operator.name, lost)
+    tested = {kernel.kernel for link in choice.selection.candidates for kernel in link.kernels if kernel.needs_compiler}
     for candidate in choice.selection.candidates:
         for kernel in candidate.kernels:
             if not kernel.needs_compiler or quarantine.reason(choice, candidate) is not None:
                 continue
+            probe(choice.profile, tested)  # all of the chain at once
             wrong = trusted(
                 kernel.kernel, choice.profile, kernel.config if isinstance(kernel.config, TileConfig) else None
             )

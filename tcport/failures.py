@@ -25,7 +25,7 @@ from tcport.report import Cause
 
 _STICKY = re.compile(
     r"illegal memory access|illegal instruction|illegal address|misaligned address|invalid address space"
-    r"|device-side assert|unspecified launch failure|launch timed out|hardware stack error|uncorrectable ECC"
+    r"|device-side assert triggered|unspecified launch failure|launch timed out|hardware stack error|uncorrectable ECC"
     r"|memory access fault|device[ _]lost|IllegalAddress",
     re.IGNORECASE,
 )

@@ -1,8 +1,12 @@
 """The first call where everything has to be compiled, and where a bundle was: ``python -m tcport.bench.first_call``.
 
-Each row is a process of its own. What is timed begins with torch and tcport imported, the device awake and the inputs
-on it, and ends with the result. ``cold`` starts with empty caches and default settings, ``warm`` with those that cold
-left, ``bundle`` with empty ones and kernels that were compiled ahead. Results are checked against the reference.
+Each row is a process of its own, printed when it ends. What is timed begins with torch and tcport imported, the device
+awake and the inputs on it, and ends with the result. ``cold`` starts with empty caches and default settings, ``warm``
+with those that cold left, ``bundle`` with empty ones and kernels that were compiled ahead. Results are checked against
+the reference.
+
+What a cold GPU compiles are the kernels of the call, with those of the compile check, and the self-tests of these
+kernels. ``TCPORT_PROBES=0`` leaves the self-tests out, ``TCPORT_COMPILE_CHECK=0`` the check.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +42,7 @@ SIZES: dict[str, Any] = {
     "context": 2048,
 }
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TCPORT_CACHE_DIR")
+WHAT = ("operators", "graph")
 COMPILED = (".cubin", ".hsaco", ".so", ".o", ".spv")
 """Endings of the files that compilers leave in the caches."""
 
@@ -47,6 +52,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
     options.add_argument("--bundle", type=Path, help="a bundle with these kernels; default: one is built first")
+    options.add_argument("--what", nargs="+", default=WHAT, choices=WHAT, help="which calls to measure; default: both")
     options.add_argument("--worker", nargs=2, metavar=("WHAT", "WAY"), help=argparse.SUPPRESS)
     given = options.parse_args()
     if given.worker:
@@ -55,14 +61,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="tcport-first-call-") as folder:
         bundle = given.bundle or build_bundle(given.device, Path(folder, "bundle"))
         print(f"{device_profile(given.device).name}, torch {torch.__version__}, {os.cpu_count()} CPUs, bundle {bundle}")
-        for what in ("operators", "graph"):
+        for what in given.what:
             for way in ("cold", "warm", "bundle"):
                 caches = Path(folder, what, "bundle" if way == "bundle" else "cold")
-                before = compiled_files(caches)
+                before = set(compiled_files(caches))
                 told = in_a_process(given.device, what, way, caches, bundle if way == "bundle" else None)
-                files = compiled_files(caches) - before
+                files = set(compiled_files(caches)) - before
                 print(
-                    f"{what:9} {way:6} {told['seconds']:7.2f} s, {told['kernels']}; compiled {_words(files)}",
+                    f"{what:9} {way:6} {told['seconds']:7.2f} s, {told['kernels']}; compiled {words(files)}",
                     flush=True,
                 )
 
@@ -133,9 +139,9 @@ def expected(*args: torch.Tensor) -> torch.Tensor:
     return reference.paged_attention(q, kc, vc, table, lens)[0].float()
 
 
-def compiled_files(folder: Path) -> Counter[str]:
-    """How many files of each kind compilers have left below a folder."""
-    return Counter(path.suffix for path in folder.rglob("*") if path.suffix in COMPILED)
+def compiled_files(folder: Path) -> list[str]:
+    """The files that compilers have left below a folder, by their paths within it."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.suffix in COMPILED)
 
 
 def _attend(q: Any, k: Any, v: Any, kc: Any, vc: Any, table: Any, lens: Any, slots: Any) -> Any:
@@ -159,8 +165,10 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def _words(files: Counter[str]) -> str:
-    return ", ".join(f"{count} {suffix}" for suffix, count in sorted(files.items())) or "nothing"
+def words(files: Iterable[str]) -> str:
+    """How many files of each kind there are, those of Triton's kernels by the kernel's name."""
+    names = Counter(Path(file).name if Path(file).suffix != ".so" else ".so" for file in files)
+    return ", ".join(f"{count} {name}" for name, count in sorted(names.items())) or "nothing"
 
 
 if __name__ == "__main__":

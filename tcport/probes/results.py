@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -19,12 +19,17 @@ from tcport.counting import count
 from tcport.device import DeviceProfile, device_profile
 from tcport.fingerprint import triton_version
 from tcport.ir import TileConfig
+from tcport.locks import process_lock
 from tcport.logs import logger
 from tcport.tiling.footprint import kernel_sources
 from tcport.user_cache import cache_folder, keep, kept
 
 TIME_LIMIT = 90.0
-"""Seconds for all probes together; what is not done by then stays unknown."""
+"""Seconds for the probes of one group; what is not done by then stays unknown."""
+
+CAPABILITIES = "capabilities"
+FAMILIES = ("triton_decode", "triton_prefill", "hopper_prefill", "triton_write", "triton_merge")
+"""The kernels that have self-tests."""
 
 ENVIRONMENT_VARIABLE = "TCPORT_PROBES"
 
@@ -37,14 +42,27 @@ class Outcome:
     detail: str
 
 
-def probe(profile: DeviceProfile) -> Mapping[str, Outcome]:
-    """The outcomes of the capability probes and self-tests for a device, by name; a name that is absent is unknown.
+def probe(profile: DeviceProfile, groups: Iterable[str] = (CAPABILITIES, *FAMILIES)) -> dict[str, Outcome]:
+    """The outcomes of the probes of some groups for a device, by name; a name that is absent is unknown.
 
-    They run in a process of their own, on a device that is present, once: outcomes are kept on disk for the same
-    device, driver, compiler and kernel sources. ``TCPORT_PROBES=0`` leaves everything unknown.
+    Each group runs in a process of its own, beside the others, on a device that is present, once: outcomes are kept on
+    disk for the same device, driver, compiler and kernel sources. ``TCPORT_PROBES=0`` leaves everything unknown.
+
+    Args:
+        groups: :data:`CAPABILITIES`, and the kernels whose self-tests are wanted; one that has none is ignored.
     """
-    index = _present(profile)
-    return {} if index is None else _kept(profile.digest(), index)
+    asked = [group for group in (CAPABILITIES, *FAMILIES) if group in set(groups)]
+    index = _present(profile) if asked else None
+    if index is None:
+        return {}
+    digest = profile.digest()
+    with _lock:  # another thread that wants the same waits for it
+        missing = [group for group in asked if (digest, group) not in _found]
+        if missing:
+            with ThreadPoolExecutor(len(missing)) as pool:
+                found = pool.map(lambda group: _kept(digest, index, group), missing)
+                _found.update(zip([(digest, group) for group in missing], found, strict=True))
+        return {name: outcome for group in asked for name, outcome in _found[digest, group].items()}
 
 
 def trusted(kernel: str, profile: DeviceProfile, tile: TileConfig | None = None) -> str | None:
@@ -54,7 +72,7 @@ def trusted(kernel: str, profile: DeviceProfile, tile: TileConfig | None = None)
     a compiler gets wrong in a tile it may get wrong in a larger one. A test that could not be run (no memory, no time,
     no compiler) is no reason: what is wrong there shows by itself.
     """
-    outcomes = {name: found for name, found in probe(profile).items() if name.split(" ")[0] == kernel}
+    outcomes = probe(profile, [kernel])
     wrong = {name: found for name, found in outcomes.items() if not found.ok and "wrong numbers" in found.detail}
     some_right = any(found.ok for found in outcomes.values())
     for name, found in wrong.items():
@@ -63,11 +81,11 @@ def trusted(kernel: str, profile: DeviceProfile, tile: TileConfig | None = None)
     return None
 
 
-def run_probes(index: int, time_limit: float = TIME_LIMIT) -> tuple[dict[str, Outcome], str]:
-    """Run all probes on a device; the outcomes, and why there are not more of them ("" when all ran)."""
+def run_probes(index: int, group: str, time_limit: float = TIME_LIMIT) -> tuple[dict[str, Outcome], str]:
+    """Run a group's probes on a device; the outcomes, and why there are not more of them ("" when all ran)."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), ENVIRONMENT_VARIABLE: "0"}
-    command = [sys.executable, "-m", "tcport.probes.worker", str(index)]
+    command = [sys.executable, "-m", "tcport.probes.worker", str(index), group]
     trouble = ""
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=time_limit)
@@ -88,19 +106,28 @@ def run_probes(index: int, time_limit: float = TIME_LIMIT) -> tuple[dict[str, Ou
     return outcomes, trouble
 
 
-@functools.lru_cache(maxsize=32)
-def _kept(digest: str, index: int) -> dict[str, Outcome]:
-    versions = f"{digest} {triton_version()} {torch.__version__} {kernel_sources()}"
+def forget() -> None:
+    """Let the next question be answered from what is kept on disk, as in another process."""
+    with _lock:
+        _found.clear()
+
+
+_lock = process_lock()
+_found: dict[tuple[str, str], dict[str, Outcome]] = {}
+
+
+def _kept(digest: str, index: int, group: str) -> dict[str, Outcome]:
+    versions = f"{digest} {triton_version()} {torch.__version__} {kernel_sources()} {group}"
     path = cache_folder("probes") / f"{hashlib.sha256(versions.encode()).hexdigest()}.json"
     known = _load(path)
     if known is not None:
         return known
-    outcomes, trouble = run_probes(index)
+    outcomes, trouble = run_probes(index, group)
     for name, outcome in outcomes.items():
         logger("probes").info("%s: %s (%s)", name, "ok" if outcome.ok else "not there", outcome.detail)
     if trouble:
         # Not kept: the machine may have been short of memory or time. This process does not ask again.
-        logger("probes").warning("some probes could not be run: %s", trouble)
+        logger("probes").warning("some probes of %s could not be run: %s", group, trouble)
     else:
         keep(path, {name: dataclasses.asdict(outcome) for name, outcome in outcomes.items()})
     return outcomes

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -26,34 +27,43 @@ _DTYPE = torch.bfloat16
 _TOLERANCE = 2e-2  # of 16-bit results for unit-normal inputs
 
 
-def self_tests(device: torch.device) -> dict[str, Callable[[], str]]:
-    """Tests by name: a kernel's, with the tile behind it where it has tiles. Each returns ``"right"``, or raises."""
+def self_tests(device: torch.device, kernel: str) -> dict[str, Callable[[], str]]:
+    """Tests of a kernel by name: the kernel's, with the tile behind it where it has tiles.
+
+    Each returns ``"right"``, or raises. There are none where the kernel is not for the device.
+    """
+    if kernel == "triton_write":
+        return {kernel: lambda: _write(device)}
+    if kernel == "triton_merge":
+        return {kernel: lambda: _merge(device)}
+    if kernel == "hopper_prefill" and not (device_profile(device).arch or "").startswith("sm_90"):
+        return {}
+    entry, q_lens = _ENTRIES[kernel]()
+    tiles = _hopper_tiles(device, q_lens) if kernel == "hopper_prefill" else _tiles(device, q_lens)
+    call = _problem(device, q_lens)
+    return {f"{kernel} {tile}": lambda tile=tile: _attention(entry, call, tile) for tile in tiles}
+
+
+def _decode() -> tuple[Callable[..., Any], tuple[int, ...]]:
     from tcport.kernels.triton_decode import paged_decode
+
+    return paged_decode, (1,) * len(_LENS)
+
+
+def _prefill() -> tuple[Callable[..., Any], tuple[int, ...]]:
     from tcport.kernels.triton_prefill import paged_prefill
 
-    tests: dict[str, Callable[[], str]] = {}
-    for kernel, entry, q_lens in (
-        ("triton_decode", paged_decode, (1,) * len(_LENS)),
-        ("triton_prefill", paged_prefill, (0, 1, 5, 130)),
-    ):
-        for tile in _tiles(device, None if kernel == "triton_decode" else sum(q_lens)):
-            tests[f"{kernel} {tile}"] = lambda entry=entry, q_lens=q_lens, tile=tile: _attention(
-                entry, _problem(device, q_lens), tile
-            )
-    tests |= _hopper_tests(device)
-    return {**tests, "triton_write": lambda: _write(device), "triton_merge": lambda: _merge(device)}
+    return paged_prefill, (0, 1, 5, 130)
 
 
-def _hopper_tests(device: torch.device) -> dict[str, Callable[[], str]]:
-    """The Hopper kernel with every tile that it may have for the problem's head dim; none on another architecture."""
-    if not (device_profile(device).arch or "").startswith("sm_90"):
-        return {}
+def _hopper() -> tuple[Callable[..., Any], tuple[int, ...]]:
     from tcport.kernels.hopper_prefill import hopper_prefill
 
-    q_lens = (0, 1, 37, 130)
-    call = _problem(device, q_lens)
-    tiles = rank_hopper_tiles(_spec(sum(q_lens)), device_profile(device)).configs
-    return {f"hopper_prefill {tile}": lambda tile=tile: _attention(hopper_prefill, call, tile) for tile in tiles}
+    return hopper_prefill, (0, 1, 37, 130)
+
+
+_ENTRIES = {"triton_decode": _decode, "triton_prefill": _prefill, "hopper_prefill": _hopper}
+"""By kernel: its entry and the number of query tokens of each sequence; Triton is imported when one is asked for."""
 
 
 def _attention(entry: Callable[..., tuple[torch.Tensor, torch.Tensor]], call: AttentionCall, tile: TileConfig) -> str:
@@ -99,12 +109,22 @@ def _merge(device: torch.device) -> str:
     return "right"
 
 
-def _tiles(device: torch.device, tokens: int | None) -> list[TileConfig]:
+def _tiles(device: torch.device, q_lens: tuple[int, ...]) -> list[TileConfig]:
     """The best tile, the largest and the smallest, of one split each."""
-    ranked = rank_tiles(_spec(tokens), device_profile(device)).configs
+    ranked = rank_tiles(_spec(_tokens(q_lens)), device_profile(device)).configs
     largest = max(ranked, key=lambda tile: (tile.block_m * tile.block_n, tile.num_stages))
     smallest = min(ranked, key=lambda tile: (tile.block_m * tile.block_n, tile.num_stages, tile.num_warps))
     return list(dict.fromkeys(dataclasses.replace(tile, num_splits=1) for tile in (ranked[0], largest, smallest)))
+
+
+def _hopper_tiles(device: torch.device, q_lens: tuple[int, ...]) -> tuple[TileConfig, ...]:
+    """Every tile that the Hopper kernel may have for the problem's head dim."""
+    return rank_hopper_tiles(_spec(_tokens(q_lens)), device_profile(device)).configs
+
+
+def _tokens(q_lens: tuple[int, ...]) -> int | None:
+    """The number of query tokens as a spec has it: none where every sequence has one."""
+    return None if set(q_lens) == {1} else sum(q_lens)
 
 
 def _spec(tokens: int | None) -> AttentionSpec:

@@ -1,4 +1,4 @@
-"""The process that runs the probes: ``python -m tcport.probes.worker INDEX``.
+"""The process that runs a group of probes: ``python -m tcport.probes.worker INDEX GROUP``.
 
 A process of its own: a kernel that faults takes the device context with it. One JSON line per finished probe, so that
 what was measured before a fault, or before time ran out, is kept.
@@ -9,19 +9,19 @@ from __future__ import annotations
 import functools
 import json
 import sys
+from collections.abc import Callable
 
 import torch
 
-from tcport.probes.capabilities import CAPABILITIES
+from tcport.probes import CAPABILITIES
 from tcport.probes.self_tests import self_tests
 
 
-def main(index: int) -> None:
+def main(index: int, group: str) -> None:
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     torch.manual_seed(0)
-    capabilities = {name: functools.partial(run, device) for name, run in CAPABILITIES.items()}
-    for name, run in {**self_tests(device), **capabilities}.items():
+    for name, run in _probes(device, group).items():
         try:
             answer = {"name": name, "ok": True, "detail": run()}
         except Exception as error:  # noqa: BLE001 - whatever it raises is what the probe found
@@ -30,5 +30,13 @@ def main(index: int) -> None:
         print(json.dumps(answer), flush=True)
 
 
+def _probes(device: torch.device, group: str) -> dict[str, Callable[[], str]]:
+    if group != CAPABILITIES:
+        return self_tests(device, group)
+    from tcport.probes import capabilities  # it imports Triton
+
+    return {name: functools.partial(run, device) for name, run in capabilities.CAPABILITIES.items()}
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), sys.argv[2])
