@@ -115,13 +115,13 @@ def compile_launch(launch: Launch, target: GPUTarget, known: Specialisation | No
         return triton.compile(source, target=target, options=dict(launch.options))
 
 
-def compile_ahead(launch: Launch, target: GPUTarget) -> None:
-    """Compile a launch into Triton's cache, where the JIT of a process that has the GPU finds it.
+def compile_ahead(launch: Launch, target: GPUTarget) -> Any:
+    """Triton's compiled kernel of a launch, left in its cache where the JIT of a process that has the GPU finds it.
 
     By way of the JIT itself: what it takes for a constant is part of the name under which it looks.
     """
     with targeting(target):
-        launch.kernel.warmup(grid=launch.grid, **launch.arguments, **launch.options)
+        return launch.kernel.warmup(grid=launch.grid, **launch.arguments, **launch.options)
 
 
 def _source(kernel: Any) -> type[ASTSource]:

@@ -44,5 +44,5 @@ class _AbsentDevice:
 
     def __init__(self, target: GPUTarget) -> None:
         self.get_current_target = lambda: target
-        self.get_current_device = lambda: 0
+        self.get_current_device = lambda: target  # the JIT keeps the target by device: another one is another device
         self.get_current_stream = lambda device: 0
