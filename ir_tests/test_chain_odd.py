@@ -86,7 +86,8 @@ def test_a_fork_in_the_middle_of_a_step_leaves_the_child_no_lock() -> None:
     program = """
 import os, threading, time
 from tcport import counting, history, quarantine
-for module in (counting, history, quarantine):
+from tcport.probes import results
+for module in (counting, history, quarantine, results):
     held = threading.Event()
     def hold():
         with module._lock:

@@ -150,6 +150,19 @@ def test_outcomes_of_a_run_that_was_cut_short_are_not_kept(monkeypatch: pytest.M
     assert not (cache_folder("probes")).exists()
 
 
+def test_what_cannot_be_kept_is_known_to_the_process_and_leaves_nothing(runs: list[str]) -> None:
+    """Something stands where the file of outcomes belongs."""
+    probe(H200, ["triton_decode"])
+    (path,) = cache_folder("probes").iterdir()
+    path.unlink()
+    path.mkdir()
+    results.forget()
+    for _ in range(2):
+        assert probe(H200, ["triton_decode"])["triton_decode 16x64 w4 st2"] == RIGHT
+    assert runs == ["triton_decode"] * 2
+    assert list(cache_folder("probes").iterdir()) == [path]
+
+
 def test_a_device_that_is_not_there_is_not_probed() -> None:
     assert probe(H200.replace(name="A device that nobody has")) == {}
 

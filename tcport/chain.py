@@ -19,7 +19,7 @@ from tcport.errors import (
     SelfTestError,
     TcportError,
 )
-from tcport.failures import cause_of, class_name, details, first_line, raise_if_sticky
+from tcport.failures import cause_within, class_name, details, first_line, raise_if_sticky
 from tcport.ir import TileConfig
 from tcport.logs import logger
 from tcport.lowering.candidate import Candidate
@@ -96,7 +96,7 @@ def walk(chosen: Chosen, call: Any, *, strict: bool = False) -> Any:
             return result
         except Exception as error:
             raise_if_sticky(error, str(kernel_now))
-            cause = cause_of(error)
+            cause = cause_within(error)
             if cause is None or kernel_now.plain:
                 raise
             step_down(choice, candidate, kernel_now, error, cause, strict=strict, aside=[link for link, _ in aside])

@@ -13,7 +13,7 @@ from tcport.attention_only import attention_only
 from tcport.cache_folders import settle_cache_folders
 from tcport.counting import count
 from tcport.errors import KernelBuildError
-from tcport.failures import cause_of, class_name, details, first_line, own_error, raise_if_sticky
+from tcport.failures import cause_of, cause_within, class_name, details, first_line, own_error, raise_if_sticky
 from tcport.logs import logger
 from tcport.options import Options
 from tcport.report import FallbackReason, GraphReport
@@ -73,7 +73,7 @@ def _stepped_down(attempt: Attempt, error: Exception) -> bool:
     raise_if_sticky(error, "a kernel being loaded")
     if attempt.broken_off is not None:
         emitted, kernel, error = attempt.broken_off
-        cause, failed = cause_of(error) or "build", [(emitted, kernel)]
+        cause, failed = cause_within(error), [(emitted, kernel)]
     else:
         failed = attempt.blamed(error)
     if cause is None or not failed:

@@ -53,7 +53,7 @@ def cause_of(error: BaseException) -> Cause | None:
     would hide them. It covers the last word of a chain within the kernel, too, which has named its own.
     """
     chain = list(_causes(error))
-    if any(isinstance(e, (torch.OutOfMemoryError, MemoryError)) for e in chain):
+    if _ran_out_of_memory(error):
         return None
     own = next((e for e in chain if isinstance(e, TcportError)), None)
     if own is not None:
@@ -70,6 +70,18 @@ def cause_of(error: BaseException) -> Cause | None:
     if _BUILD.search(text) or any(_raised_in(e, _COMPILERS) for e in chain):
         return "build"
     return "unavailable" if any(isinstance(e, ImportError) for e in chain) else None
+
+
+def cause_within(error: BaseException) -> Cause | None:
+    """Why a kernel of a chain is left that raised ``error`` while it ran, or was traced.
+
+    As :func:`cause_of`; a plain bug is the kernel's own here, since a call is checked before its chain is walked, and
+    counts as a kernel that was not built right. None: the call itself is wrong after all, or memory ran out.
+    """
+    cause = cause_of(error)
+    if cause is None and own_error(error) is None and not _ran_out_of_memory(error):
+        return "build"
+    return cause
 
 
 def raise_if_sticky(error: BaseException, kernel: str) -> None:
@@ -121,6 +133,10 @@ def _cause_of_own(error: TcportError) -> Cause | None:
         (KernelLaunchError, "launch"),
     )
     return next((cause for kind, cause in kinds if isinstance(error, kind)), None)
+
+
+def _ran_out_of_memory(error: BaseException) -> bool:
+    return any(isinstance(e, (torch.OutOfMemoryError, MemoryError)) for e in _causes(error))
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

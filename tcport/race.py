@@ -11,7 +11,7 @@ import torch
 
 from tcport.chain import survivors
 from tcport.counting import count
-from tcport.failures import cause_of, raise_if_sticky
+from tcport.failures import cause_within, raise_if_sticky
 from tcport.fingerprint import fingerprint
 from tcport.logs import logger
 from tcport.lowering.candidate import Candidate
@@ -95,7 +95,7 @@ def _failure(link: Candidate, call: Any) -> Failure | None:
             kernel.run(part, _eagerly)
     except Exception as error:
         raise_if_sticky(error, str(running))
-        cause = cause_of(error)
+        cause = cause_within(error)
         if cause is None:
             raise
         return link, running, error, cause

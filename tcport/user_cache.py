@@ -34,10 +34,13 @@ def keep(path: Path, data: dict[str, Any]) -> None:
     Published by renaming, so that a reader never sees half a file and of processes that race the last wins. A folder
     that cannot be written costs the next process the time, and nothing else.
     """
+    written = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+            written = file.name
             json.dump(data, file)
-        os.replace(file.name, path)
+        os.replace(written, path)
     except OSError:
-        return
+        if written is not None:
+            Path(written).unlink(missing_ok=True)  # a full disk is not to fill with beginnings
