@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_bundle import H200, FakeDriver, built, copy, edit, stream  # noqa: F401  (fixtures)
+from test_bundle import H200, built, copy, edit  # noqa: F401  (fixtures)
+from test_bundle_drivers import FakeDriver, stream  # noqa: F401  (fixture)
 from torch import Tensor
 
 import tcport
