@@ -11,6 +11,7 @@ from tcport.ir import TileConfig
 from tcport.tiling import TileLayoutOptimizer, fit, footprint, rank_tiles
 from tcport.tiling.fit import step_down
 from tcport.tiling.footprint import Compiled, Footprint, compile_target, measure
+from tcport.tiling.optimizer import register_estimate
 
 GQA = {"num_q_heads": 64, "num_kv_heads": 8}
 CASES = {
@@ -203,16 +204,53 @@ def test_too_much_shared_memory_steps_down_stages_before_the_tile(compiler):
     assert "needs 300000 bytes of shared memory; the device has 232448" in accepted.steps[0][1]
 
 
-def test_spills_are_left_for_more_warps_or_a_smaller_tile_and_accepted_when_nothing_is_better(compiler):
+def test_the_best_ranked_of_what_needs_fewer_registers_follows_a_tile_that_spills(compiler):
     spec, profile = decode_spec(), catalogue_profile("h200")
     ranking = rank_tiles(spec, profile)
-    tried = compiler(lambda config: 1, lambda config: 8 if config.num_warps == 1 else 0)
-    assert fit.fit(spec, profile, ranking).config.num_warps > 1
-    shapes = [(c.block_m, c.block_n, c.num_warps) for c in tried]
-    assert len(set(shapes)) == len(shapes)
-    compiler(lambda config: 1, lambda config: 64 // config.num_warps)
+    first = ranking.configs[0]
+    estimate = {config: register_estimate(spec, profile, config) for config in ranking.configs}
+    tried = compiler(lambda config: 1, lambda config: 8 if config == first else 0)
     accepted = fit.fit(spec, profile, ranking)
-    assert accepted.compiled.spill == min(64 // config.num_warps for config, _ in accepted.steps)
+    assert accepted.config == next(c for c in ranking.configs if estimate[c] < estimate[first])
+    assert tried == [first, accepted.config]
+    assert accepted.steps == ((first, "8 bytes of a thread's registers spill"),)
+    assert accepted.verdict == ""
+
+
+def test_spills_cost_a_first_call_three_further_compiles_and_the_matrix_every_tile_that_might_not(compiler):
+    spec, profile = decode_spec(), catalogue_profile("h200")
+    ranking = rank_tiles(spec, profile)
+    tried = compiler(lambda config: 1, lambda config: 64 // config.num_warps)
+    accepted = fit.fit(spec, profile, ranking)
+    assert len(tried) == 4
+    assert accepted.compiled.spill == min(64 // config.num_warps for config in tried)
+    assert not accepted.exhausted
+    assert accepted.verdict.startswith(
+        "it spills the least of the 4 tiles compiled, none of which does not; the rest were"
+    )
+
+    tried.clear()
+    accepted = fit.fit(spec, profile, ranking, spill_steps=None)
+    assert accepted.exhausted
+    assert accepted.compiled.spill == 64 // max(config.num_warps for config in ranking.configs)
+    shapes = [(c.block_m, c.block_n, c.num_warps) for c in tried]
+    for config in ranking.configs:  # each was tried, or one no larger under as many warps was
+        assert any(m <= config.block_m and n <= config.block_n and w == config.num_warps for m, n, w in shapes)
+    least = shapes[tried.index(accepted.config)]
+    stages = {c.num_stages for c in ranking.configs if (c.block_m, c.block_n, c.num_warps) == least}
+    assert {c.num_stages for c, shape in zip(tried, shapes, strict=True) if shape == least} == stages
+    assert f"of the {len(tried)} tiles compiled" in accepted.verdict
+
+
+def test_a_tile_that_alone_does_not_spill_is_found(compiler):
+    spec, profile = decode_spec(), catalogue_profile("h200")
+    ranking = rank_tiles(spec, profile)
+    smallest = min(ranking.configs, key=lambda c: register_estimate(spec, profile, c))
+    shape = (smallest.block_m, smallest.block_n, smallest.num_warps)
+    compiler(lambda config: 1, lambda c: 0 if (c.block_m, c.block_n, c.num_warps) == shape else 8)
+    accepted = fit.fit(spec, profile, ranking)  # within the compiles of a first call: the lightest is the last of them
+    assert (accepted.config.block_m, accepted.config.block_n, accepted.config.num_warps) == shape
+    assert len(accepted.steps) <= fit.RUN_TIME_STEPS
 
 
 def test_nothing_fits_is_a_typed_refusal_with_the_numbers(compiler):

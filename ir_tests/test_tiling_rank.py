@@ -60,15 +60,15 @@ def test_splits_stay_an_expression_in_the_batch():
 
 
 def test_open_sizes_are_cut_as_known_ones_are():
-    """By hand, for 8 KV heads on 132 units: about 264 CTAs, and no more than 8 splits and one for every 256 keys."""
+    """By hand, for 8 KV heads on 132 units: about 264 CTAs, and no more than 8 splits and one for every 160 keys."""
     batch, tokens, context = (sympy.Symbol(name, positive=True, integer=True) for name in ("s0", "s1", "s2"))
     decode = rank_tiles(decode_spec(num_seqs=batch, num_tokens=batch, max_context=context), H200).configs[0]
-    assert [decode.splits(1, 1, keys) for keys in (1, 127, 512, 2048, 65536)] == [1, 1, 8, 16, 33]
+    assert [decode.splits(1, 1, keys) for keys in (1, 127, 512, 2048, 65536)] == [1, 1, 8, 20, 33]
     assert decode.splits(8, 8, 65536) == 5
     # Blocks of 64 rows hold 16 tokens of 4 heads: drafts of a few tokens leave the device idle unless keys are cut.
     spec = decode_spec(tokens=4, num_seqs=batch, max_context=context)
     prefill = rank_tiles(dataclasses.replace(spec, num_tokens=tokens), H200).configs[0]
-    assert (prefill.block_m, prefill.splits(1, 4, 4096), prefill.splits(1, 512, 16384)) == (64, 24, 1)
+    assert (prefill.block_m, prefill.splits(1, 4, 4096), prefill.splits(1, 512, 16384)) == (64, 33, 1)
     assert prefill.splits(16, 64, 4096) == 2  # twice 128 blocks are resident at a time
 
 

@@ -68,5 +68,5 @@ def _checked(kernel: str, spec: AttentionSpec, profile: DeviceProfile, ranking: 
     # Those that only spill stay in the chain, behind all that nothing is known against.
     tiles = (accepted.config, *sorted(usable, key=lambda tile: tile in steps))
     error, footprints = accepted.compiled.error, accepted.compiled.footprints
-    footprint = f"not checked: {error}" if error else "; ".join(map(str, footprints))
+    footprint = f"not checked: {error}" if error else "; ".join(filter(None, [*map(str, footprints), accepted.verdict]))
     return Checked(tiles, footprint, tuple(Rejection(kernel, why, tile) for tile, why in steps.items()))

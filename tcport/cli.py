@@ -24,9 +24,10 @@ from tcport.device.sources import present_devices
 from tcport.doctor import examine, healthy
 from tcport.errors import TcportError
 from tcport.lowering.registry import select
-from tcport.tiling.matrix import DEVICES, DIMS, PAGES, cells, summary
+from tcport.tiling.matrix import DEVICES, DIMS, PAGES, cells
 from tcport.tiling.matrix import DTYPES as MATRIX_DTYPES
 from tcport.tiling.matrix import run as run_matrix
+from tcport.tiling.matrix_tables import counts, summary, table
 from tcport.tiling.plan import Plan, make_plan, plain_spec
 
 app = typer.Typer(
@@ -142,13 +143,13 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print plain dat
 
 @app.command()
 def matrix(
-    out: Annotated[Path, typer.Option("-o", "--out", help="Folder for matrix.json and matrix.md.")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="Folder for matrix.json, .csv and .md.")],
     targets: Annotated[str, typer.Option(help=f"Of {', '.join(DEVICES)}; separated by commas.")] = ",".join(DEVICES),
     dtypes: Annotated[str, typer.Option(help="Of the cache.")] = ",".join(MATRIX_DTYPES),
     dims: Annotated[str, typer.Option(help="Head dims.")] = ",".join(map(str, DIMS)),
     pages: Annotated[str, typer.Option(help="Tokens of a page.")] = ",".join(map(str, PAGES)),
     jobs: Annotated[int, typer.Option(min=1, help="Compilers at a time.")] = os.cpu_count() or 1,
-    seconds: Annotated[float, typer.Option(help="No cell is begun after this time; another run goes on.")] = 86400,
+    seconds: Annotated[float, typer.Option(help="Nothing is compiled after this time; another run goes on.")] = 86400,
 ) -> None:
     """Compile the attention kernels for every target, and say what fits, what spills and what is refused."""
     try:
@@ -162,12 +163,11 @@ def matrix(
         task = progress.add_task("compiling", total=len(todo))
         outcomes = run_matrix(todo, jobs, lambda outcome: progress.advance(task), seconds)
     (out / "matrix.json").write_text(json.dumps([outcome.to_dict() for outcome in outcomes], indent=1) + "\n")
-    (out / "matrix.md").write_text(summary(outcomes))
-    too_big = [outcome for outcome in outcomes if outcome.over_limit]
-    missing = len(todo) - len(outcomes)
-    missed = f", {missing} not begun in time" if missing else ""
-    _console.print(f"{len(outcomes)} cells, {len(too_big)} over a limit{missed}; see {out / 'matrix.md'}")
-    raise typer.Exit(1 if too_big or missing else 0)
+    (out / "matrix.csv").write_text(table(outcomes))
+    (out / "matrix.md").write_text(summary(todo, outcomes))
+    _console.print(f"{counts(todo, outcomes)}; see {out / 'matrix.md'}")
+    wrong = any(outcome.over_limit or (outcome.spill and not outcome.exhausted) for outcome in outcomes)
+    raise typer.Exit(1 if wrong or len(outcomes) < len(todo) else 0)
 
 
 def _chain(made: Plan) -> list[str]:
@@ -195,6 +195,8 @@ def _print_plan(made: Plan, top: int) -> None:
         _console.print(f"accepted {made.fit.config}, {escape(outcome)}")
         for footprint in made.fit.compiled.footprints:
             _console.print("  " + escape(str(footprint)))
+        if made.fit.verdict:
+            _console.print("  " + escape(made.fit.verdict))
     if made.refusal:
         _console.print(f"refused: {escape(made.refusal)}")
     if ranking.rejected:

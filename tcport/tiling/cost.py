@@ -40,31 +40,35 @@ BANDWIDTH, RUN, FLOPS, CLOCK = size("bandwidth"), size("run_bytes"), size("flops
 RESULTS, READERS, LONGEST, BY_WARP = size("result_bytes"), size("readers"), size("longest"), size("by_warp")
 
 CONSTANTS: dict[str, float] = {
-    "latency": 1.85e-6, "launch": 0.13e-6, "start": 5.4e-6, "merge": 0.08e-6, "merge_step": 1.1e-6,
-    "tile_cycles": 4.8, "piece_cycles": 17.3, "element_cycles": 1.9, "convert_cycles": 0.023, "across": 5.7,
-    "exchange_cycles": 940, "sync_cycles": 150,
-    "narrow_keys": 6.0, "narrow_rows": 0.1, "warp_level": 2.6,
-    "cache_share": 0.54, "access_bytes": 1.2,
-    "sharpness_shared": 3.2, "sharpness": 1.66, "idle_units": 0.99,
+    "latency": 1.14e-6, "launch": 0.0879e-6, "start": 0.0685e-6,
+    "merge": 1e-6, "merge_step": 0.42e-6, "merge_row": 0.753e-6,
+    "tile_cycles": 165, "piece_cycles": 3.9, "element_cycles": 19.7, "convert_cycles": 0.0115, "across": 24,
+    "exchange_cycles": 4.13, "sync_cycles": 14.6,
+    "narrow_keys": 10.4, "narrow_rows": 0.155, "warp_level": 1.77,
+    "cache_share": 0.6, "access_bytes": 1.44,
+    "sharpness_shared": 1.99, "sharpness": 1.7, "idle_units": 0.17, "uneven": 25.3,
 }  # fmt: skip
 """Seconds, cycles, and plain factors, by name. They are fitted together: one alone says little about a device.
 
 latency: until a tile's keys arrive when nothing was fetched ahead. launch, start: of a kernel, and of a CTA.
-merge, merge_step: of the second kernel, and of every 16 splits in it.
-tile_cycles: what a warp issues for a tile of any size. piece_cycles: to fetch 16 bytes of keys. element_cycles: for one
-logit. convert_cycles: to widen one quantised element. across: how much more the last three are where warps share rows.
+merge, merge_step, merge_row: of the second kernel (not fitted), of every 16 splits in it, and of every row of a result
+that a unit has to merge: each is a CTA of its own.
+tile_cycles: what a warp issues for a tile of any size. element_cycles: for one logit. piece_cycles: to fetch 16 bytes
+of keys. convert_cycles: to widen one quantised element. across: how much more the last two are where warps share rows.
 exchange_cycles, sync_cycles: to combine a row's maxima and sums over twice as many warps; for every warp that waits.
 narrow_keys, narrow_rows: keys of a tile and rows of a warp that take as long as reading their operands. warp_level: how
 much slower products of single warps are, where the device multiplies by groups of four.
 cache_share: of the bytes of keys that other CTAs read too. access_bytes: wasted where a run of bytes ends.
 sharpness_shared, sharpness: exponents of the norms over what is shared, and over that and the waiting; 1 adds, infinity
-takes the largest. idle_units: how much of a unit's time counts when its neighbours have one CTA more.
+takes the largest. idle_units: how much of a unit's time counts when its neighbours have one CTA more. uneven: how fast
+a last wave that is not full fills up, as the keys of its CTAs differ from those of the longest.
 """
 
 (
-    LATENCY, LAUNCH, START, MERGE, MERGE_STEP, TILE_CYCLES, PIECE_CYCLES, ELEMENT_CYCLES, CONVERT_CYCLES, ACROSS,
-    EXCHANGE_CYCLES, SYNC_CYCLES, NARROW_KEYS, NARROW_ROWS, WARP_LEVEL, CACHE_SHARE, ACCESS_BYTES,
-    SHARPNESS_SHARED, SHARPNESS, IDLE_UNITS,
+    LATENCY, LAUNCH, START, MERGE, MERGE_STEP, MERGE_ROW,
+    TILE_CYCLES, PIECE_CYCLES, ELEMENT_CYCLES, CONVERT_CYCLES, ACROSS, EXCHANGE_CYCLES, SYNC_CYCLES,
+    NARROW_KEYS, NARROW_ROWS, WARP_LEVEL, CACHE_SHARE, ACCESS_BYTES,
+    SHARPNESS_SHARED, SHARPNESS, IDLE_UNITS, UNEVEN,
 ) = map(size, CONSTANTS)  # fmt: skip
 _LANES = 128  # fp32 lanes of one unit on every device of the catalogue but the smallest
 
@@ -115,12 +119,14 @@ def cost_model() -> CostModel:
     # What a warp issues: every lane has its share of a tile; four schedulers of a unit take the warps in turn.
     pieces, elements = TILE_BYTES / 16 * PIECE_CYCLES, BM * BN * ELEMENT_CYCLES
     converted = QUANTISED * BN * (DIM_QK + V_TILES * DIM_V) * CONVERT_CYCLES / SPREAD
-    share = ((pieces + elements) / WARPS + converted) / WARP_WIDTH
-    slots = term("slots", TILE_CYCLES + share * (1 + ACROSS * Min(1, SPREAD - 1)), "cycles")
+    logits = term("logit_slots", elements / WARPS / WARP_WIDTH, "cycles")
+    share = (pieces / WARPS + converted) / WARP_WIDTH
+    slots = term("slots", TILE_CYCLES + logits + share * (1 + ACROSS * (1 - 1 / SPREAD)), "cycles")
     issue = term("issue", WARPS * slots / 4 / CLOCK, "s")
-    # What a CTA waits for by itself. Three stages hide what there is to hide: page ids are loaded a tile ahead.
+    # What a CTA waits for by itself: its softmax stands between its products. Three stages hide what there is to hide,
+    # as page ids are loaded a tile ahead.
     exchange = EXCHANGE_CYCLES * log(SPREAD, 2) + SYNC_CYCLES * (WARPS - 1)
-    own = term("t_own", products / Min(1, WARPS / 4) + exchange / CLOCK, "s")
+    own = term("t_own", products / Min(1, WARPS / 4) + (exchange + logits) / CLOCK, "s")
     bare = term("unhidden", Max(0, 3 - STAGES) / 2)
     alone = term("t_alone", Max(own + LATENCY * bare, LATENCY / Max(1, Min(3, STAGES) - 1)), "s")
 
@@ -134,9 +140,14 @@ def cost_model() -> CostModel:
         tile = term(f"t_tile_{name}", both ** (1 / SHARPNESS), "s")
         return START + LATENCY * (1 - bare) + tiles * tile
 
-    waves = term("t_waves", full * wave("full", room) + Min(1, rest) * wave("last", rest), "s")
-    written = 2 * SPLITS * RESULTS / BANDWIDTH
-    merge = term("t_merge", Min(1, SPLITS - 1) * (MERGE + MERGE_STEP * ceiling(SPLITS / 16) + written), "s")
+    # CTAs of one length end together, and a nearly empty wave takes as long as a full one. Where lengths differ, those
+    # of the last wave begin as others end.
+    uneven = term("uneven_share", Min(1, UNEVEN * (1 - KEYS / LONGEST)) * Min(1, full))
+    last = term("last_share", Min(1, rest) * (1 - uneven * (1 - rest / room)))
+    waves = term("t_waves", full * wave("full", room) + last * wave("last", rest), "s")
+    rows = RESULTS / (4 * DIM_V)
+    merged = MERGE_STEP * ceiling(SPLITS / 16) + MERGE_ROW * rows / UNITS + 2 * SPLITS * RESULTS / BANDWIDTH
+    merge = term("t_merge", Min(1, SPLITS - 1) * (MERGE + merged), "s")
     term("t_call", waves + merge + LAUNCH, "s")
     return CostModel(tuple(terms))
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 
 from tcport.device.profile import DeviceProfile
 from tcport.errors import KernelBuildError, OutOfResourcesError
 from tcport.ir import AttentionSpec, TileConfig
 from tcport.tiling.footprint import Compiled, compile_target, measure
-from tcport.tiling.optimizer import Ranking
+from tcport.tiling.optimizer import Ranking, register_estimate
 
-_MOST_ATTEMPTS = 8
+RUN_TIME_STEPS = 3
+"""Further tiles that are compiled because of spilled registers, where a first call waits for them."""
+_MOST_UNUSABLE = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,14 +25,24 @@ class Fit:
     Attributes:
         config: the accepted tile.
         compiled: its footprints; an ``error`` in it says that nothing could be checked for this target.
-        steps: the tiles tried before it, each with what was wrong.
+        steps: the other tiles tried, each with what was wrong.
         unusable: those of them that cannot be built or launched; the others spill.
+        exhausted: the accepted tile spills, and no tile that might not is left untried.
     """
 
     config: TileConfig
     compiled: Compiled
     steps: tuple[tuple[TileConfig, str], ...] = ()
     unusable: tuple[TileConfig, ...] = ()
+    exhausted: bool = False
+
+    @property
+    def verdict(self) -> str:
+        """Why a tile that spills is accepted; empty for one that does not."""
+        if not self.compiled.spill:
+            return ""
+        rest = "the rest have blocks as large under as many warps" if self.exhausted else "the rest were not compiled"
+        return f"it spills the least of the {len(self.steps) + 1} tiles compiled, none of which does not; {rest}"
 
 
 def fit(
@@ -37,14 +51,17 @@ def fit(
     ranking: Ranking,
     entry: str | None = None,
     cache: Path | None = None,
+    spill_steps: int | None = RUN_TIME_STEPS,
 ) -> Fit:
-    """Accepts the first tile that compiles, fits and does not spill; see :func:`step_down` for the order.
+    """Accepts the first tile that compiles, fits and does not spill.
 
-    A tile that fits but spills is kept in mind, and accepted when no tile without spills turns up.
+    What does not fit is followed by :func:`step_down`, what spills by :func:`lighter`. A tile that fits but spills is
+    kept in mind, and the one that spills least is accepted when no tile without spills turns up.
 
     Args:
         ranking: of the same spec and profile; its first tile is tried first.
         entry, cache: as for :func:`tcport.tiling.footprint.measure`.
+        spill_steps: how many further tiles are compiled because others spill; None: all that might not.
 
     Raises:
         OutOfResourcesError: when no tile fits; the caller goes to its next kernel.
@@ -52,25 +69,28 @@ def fit(
     """
     if compile_target(profile) is None:
         return Fit(ranking.configs[0], measure(spec, ranking.configs[:1], profile, entry, cache)[0])
+    pressure = functools.partial(register_estimate, spec, profile)
     tried: dict[TileConfig, str] = {}
-    spilling: list[tuple[int, TileConfig, Compiled]] = []
+    spilling: dict[TileConfig, Compiled] = {}
     unusable: list[TileConfig] = []
     built = False
     config: TileConfig | None = ranking.configs[0]
-    while config is not None and len(tried) < _MOST_ATTEMPTS:
+    while config is not None and len(unusable) < _MOST_UNUSABLE:
+        if spill_steps is not None and len(spilling) > spill_steps:
+            break
         compiled = measure(spec, [config], profile, entry, cache)[0]
         trouble = compiled.error or compiled.over_limit(profile)
-        too_big = trouble is not None
         built = built or compiled.error is None
         if trouble is None and compiled.spill == 0:
             return Fit(config, compiled, tuple(tried.items()), tuple(unusable))
         if trouble is not None:
             unusable.append(config)
+            tried[config] = trouble
+            config = step_down(config, ranking, tried)
         else:
-            spilling.append((compiled.spill, config, compiled))
-            trouble = f"{compiled.spill} bytes of a thread's registers spill"
-        tried[config] = trouble
-        config = step_down(config, ranking, tried, keep_stages=not too_big)
+            spilling[config] = compiled
+            tried[config] = f"{compiled.spill} bytes of a thread's registers spill"
+            config = lighter(ranking, tried, spilling, pressure)
     if not spilling:
         last, why = next(reversed(tried.items()))
         if not built:
@@ -82,36 +102,51 @@ def fit(
             f"No {ranking.kernel} tile fits the device: tried {len(tried)}, the last was {last}: {why}.",
             "The next kernel of the chain takes the call.",
         )
-    _, config, compiled = min(spilling, key=lambda entry: entry[0])
-    return Fit(config, compiled, tuple((c, why) for c, why in tried.items() if c != config), tuple(unusable))
+    least = min(spilling, key=lambda tile: spilling[tile].spill)
+    steps = tuple((tile, why) for tile, why in tried.items() if tile != least)
+    return Fit(least, spilling[least], steps, tuple(unusable), exhausted=config is None)
 
 
-def step_down(
-    config: TileConfig, ranking: Ranking, tried: dict[TileConfig, str], *, keep_stages: bool = False
-) -> TileConfig | None:
-    """The next tile to try: fewer stages, then a smaller tile, then any other; None when all have been tried.
+def step_down(config: TileConfig, ranking: Ranking, tried: Container[TileConfig]) -> TileConfig | None:
+    """The next tile after one that does not fit: fewer stages, then a smaller tile, then any other; None: all tried.
 
     Among equals the better ranked goes first.
-
-    Args:
-        keep_stages: the tile fits and spills: stages cost no registers, so more warps share the same tile instead.
     """
     left = [other for other in ranking.configs if other not in tried]
+    fewer = [other for other in left if _shape(other) == _shape(config) and other.num_stages < config.num_stages]
     area = config.block_m * config.block_n
-    if keep_stages:
-        # Spills of one shape say nothing about its other stage counts but that they spill too.
-        shapes = {(other.block_m, other.block_n, other.num_warps) for other in tried}
-        left = [other for other in left if (other.block_m, other.block_n, other.num_warps) not in shapes]
-        first = [
-            other for other in left if other.block_m * other.block_n == area and other.num_warps > config.num_warps
-        ]
-    else:
-        shape = (config.block_m, config.block_n, config.num_warps)
-        same_tile = [
-            other
-            for other in left
-            if (other.block_m, other.block_n, other.num_warps) == shape and other.num_stages < config.num_stages
-        ]
-        first = sorted(same_tile, key=lambda other: -other.num_stages)
     smaller = [other for other in left if other.block_m * other.block_n < area]
-    return next(iter(first or smaller or left), None)
+    return next(iter(sorted(fewer, key=lambda other: -other.num_stages) or smaller or left), None)
+
+
+def lighter(
+    ranking: Ranking,
+    tried: Container[TileConfig],
+    spilling: Mapping[TileConfig, Compiled],
+    pressure: Callable[[TileConfig], float],
+) -> TileConfig | None:
+    """The next tile after one that spills; None where no tile is left that might not.
+
+    The best ranked of those that are estimated to need fewer registers than all that spill, twice; then the one that
+    needs fewest, which says most about the rest. Left out are blocks at least as large under as many warps as one that
+    spills. Stages hold few registers: other numbers of them are tried last, for the tile that spills least.
+
+    Args:
+        pressure: estimated registers of a thread.
+    """
+    left = [tile for tile in ranking.configs if tile not in tried and not any(_covers(tile, s) for s in spilling)]
+    if not left:
+        least = min(spilling, key=lambda tile: spilling[tile].spill)
+        return next((tile for tile in ranking.configs if _shape(tile) == _shape(least) and tile not in tried), None)
+    least_known = min(map(pressure, spilling))
+    fewer = [tile for tile in left if pressure(tile) < least_known]
+    return fewer[0] if fewer and len(spilling) < RUN_TIME_STEPS else min(left, key=pressure)
+
+
+def _covers(tile: TileConfig, other: TileConfig) -> bool:
+    same = tile.num_warps == other.num_warps
+    return same and tile.block_m >= other.block_m and tile.block_n >= other.block_n
+
+
+def _shape(tile: TileConfig) -> tuple[int, int, int]:
+    return tile.block_m, tile.block_n, tile.num_warps

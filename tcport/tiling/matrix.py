@@ -5,12 +5,12 @@ Nothing here needs a GPU. A cell that no tile takes says why and which kernel of
 
 from __future__ import annotations
 
-import collections
+import contextlib
 import dataclasses
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,13 +18,13 @@ from tcport.device import catalogue_profile
 from tcport.device.profile import DeviceProfile
 from tcport.errors import ArgumentError, KernelBuildError, NoTileError, OutOfResourcesError
 from tcport.kernels.hopper_prefill import SMALLEST_BOX, box_keys
-from tcport.tiling.fit import fit
+from tcport.tiling.fit import RUN_TIME_STEPS, fit
 from tcport.tiling.footprint import ENTRIES, compile_target
 from tcport.tiling.hopper import rank_hopper_tiles
 from tcport.tiling.limits import limits_of
 from tcport.tiling.optimizer import rank_tiles
 from tcport.tiling.plan import plain_spec
-from tcport.tiling.workers import one_worker
+from tcport.tiling.workers import OutOfTimeError, one_worker
 
 # CUDA C++ Programming Guide, technical specifications of compute capability 8.6; no card of it is in the catalogue.
 _SM_86 = DeviceProfile(
@@ -44,8 +44,8 @@ DTYPES = ("float16", "bfloat16", "float8_e4m3fn")
 DIMS = (64, 80, 96, 128, 192, 256, 512)
 PAGES = (1, 16, 64, 256, 1056)
 KERNELS = ("decode", "prefill")
-INSTEAD = "torch_attention"
-"""What takes a call that no tile takes: the last link of the chain."""
+_FIRST = (("bfloat16", "float16"), (128, 64, 256, 96), (16, 64, 256, 1))
+"""Dtypes, head dims and pages that are met most, in order: their cells are compiled first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,8 @@ class Outcome:
         shared, shared_limit: bytes of shared memory of a CTA.
         registers, spill: registers of a thread, and bytes of them that went to memory.
         occupancy: CTAs that one compute unit holds at a time, by shared memory, threads and registers.
-        steps: tiles tried before it, each with what was wrong.
+        steps: other tiles tried, each with what was wrong.
+        exhausted: the tile spills, and no tile that might not is left untried.
         refusal: why no tile is accepted.
     """
 
@@ -81,16 +82,23 @@ class Outcome:
     threads: int = 0
     occupancy: int = 0
     steps: tuple[str, ...] = ()
+    exhausted: bool = False
     refusal: str = ""
 
     @property
     def over_limit(self) -> bool:
         return self.shared > self.shared_limit
 
+    @property
+    def instead(self) -> str:
+        """What takes the call that no tile takes: the next kernel of the chain."""
+        if not self.refusal:
+            return ""
+        return "triton_prefill" if self.cell.kernel == "hopper_prefill" else "torch_attention"
+
     def to_dict(self) -> dict[str, Any]:
-        instead = {"instead": INSTEAD} if self.refusal else {}
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "cell"}
-        return {**dataclasses.asdict(self.cell), **own, **instead}
+        return {**dataclasses.asdict(self.cell), **own, "instead": self.instead}
 
 
 def cells(
@@ -101,6 +109,8 @@ def cells(
 ) -> list[Cell]:
     """The cells of a matrix: the plain kernels everywhere, the one for Hopper where it takes the call.
 
+    Those that are met most come first.
+
     Raises:
         ArgumentError: a target that is not in :data:`DEVICES`.
     """
@@ -109,7 +119,12 @@ def cells(
         raise ArgumentError(f"The matrix has no target {unknown[0]!r}.", f"Choose from {', '.join(DEVICES)}.")
     plain = [Cell(*row) for row in itertools.product(targets, KERNELS, dtypes, dims, pages)]
     own = itertools.product(targets, ("hopper_prefill",), dtypes, dims, pages)
-    return plain + [cell for cell in itertools.starmap(Cell, own) if _for_hopper(cell)]
+    return sorted(plain + [cell for cell in itertools.starmap(Cell, own) if _for_hopper(cell)], key=_place_in_line)
+
+
+def _place_in_line(cell: Cell) -> int:
+    places = zip(_FIRST, (cell.dtype, cell.dim, cell.page), strict=True)
+    return sum(usual.index(value) if value in usual else len(usual) for usual, value in places)
 
 
 def _for_hopper(cell: Cell) -> bool:
@@ -123,45 +138,54 @@ def _for_hopper(cell: Cell) -> bool:
 
 
 def run(
-    todo: Iterable[Cell],
+    todo: Sequence[Cell],
     jobs: int,
     done: Callable[[Outcome], None] = lambda outcome: None,
     seconds: float = 86400.0,
 ) -> list[Outcome]:
     """Plan and compile cells, each of ``jobs`` threads with a compiler process of its own.
 
+    First as a chain does at run time; then, for tiles that spill, until one does not or none is left that might not.
     What a compiler said is kept on disk, so that a run which is stopped, or out of time, goes on where it was.
 
     Args:
-        done: is told of each cell as it ends.
-        seconds: no cell is begun after this time.
+        done: is told of each cell as it ends, and once more where it was gone into again.
+        seconds: what is not compiled after this time is left.
 
     Returns:
-        Outcomes in the order of ``todo``; cells that were not begun are missing.
+        Outcomes in the order of ``todo``; cells that were not compiled are missing.
     """
     end = time.monotonic() + seconds
-    queue, lock = enumerate(todo), threading.Lock()
-    outcomes: dict[int, Outcome] = {}
+    outcomes: dict[Cell, Outcome] = {}
+    lock = threading.Lock()
 
-    def serve(_: int) -> None:
-        with one_worker():
+    def serve(queue: Iterator[Cell], spill_steps: int | None) -> None:
+        with contextlib.suppress(OutOfTimeError), one_worker(end):
             while time.monotonic() < end:
                 with lock:
-                    place, cell = next(queue, (-1, None))
+                    cell = next(queue, None)
                 if cell is None:
                     return
-                outcome = compile_cell(cell)
+                outcome = compile_cell(cell, spill_steps)
                 with lock:
-                    outcomes[place] = outcome
+                    outcomes[cell] = outcome
                     done(outcome)
 
     with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(serve, range(jobs)))
-    return [outcomes[place] for place in sorted(outcomes)]
+        for spill_steps in (RUN_TIME_STEPS, None):
+            cells_left = [cell for cell in todo if cell not in outcomes or _open(outcomes[cell])]
+            queue = iter(cells_left)
+            list(pool.map(lambda _: serve(queue, spill_steps), range(min(jobs, len(cells_left)))))  # noqa: B023
+    return [outcomes[cell] for cell in todo if cell in outcomes]
 
 
-def compile_cell(cell: Cell) -> Outcome:
-    """The tile of one cell, and what it takes."""
+def _open(outcome: Outcome) -> bool:
+    """Whether a tile that does not spill may still be found."""
+    return outcome.spill > 0 and not outcome.exhausted
+
+
+def compile_cell(cell: Cell, spill_steps: int | None = None) -> Outcome:
+    """The tile of one cell, and what it takes; ``spill_steps`` as for :func:`tcport.tiling.fit.fit`."""
     profile = profile_of(cell.target)
     half = "float16" if cell.target == "sm_75" else "bfloat16"
     spec = plain_spec(
@@ -180,7 +204,7 @@ def compile_cell(cell: Cell) -> Outcome:
         return Outcome(cell, refusal=f"Triton here has no compiler for {cell.target}")
     try:
         ranking = rank_hopper_tiles(spec, profile) if cell.kernel == "hopper_prefill" else rank_tiles(spec, profile)
-        accepted = fit(spec, profile, ranking, ENTRIES[cell.kernel])
+        accepted = fit(spec, profile, ranking, ENTRIES[cell.kernel], spill_steps=spill_steps)
     except NoTileError as error:
         return Outcome(cell, refusal=error.cause)
     except (OutOfResourcesError, KernelBuildError) as error:
@@ -202,43 +226,10 @@ def compile_cell(cell: Cell) -> Outcome:
         threads=widest.threads,
         occupancy=min(by_each),
         steps=tuple(f"{config}: {why}" for config, why in accepted.steps),
+        exhausted=accepted.exhausted,
     )
 
 
 def profile_of(target: str) -> DeviceProfile:
     """The device that stands for a target."""
     return catalogue_profile(DEVICES[target]) if DEVICES[target] else _SM_86
-
-
-def summary(outcomes: Sequence[Outcome]) -> str:
-    """A Markdown table with a row for each target, kernel and dtype, then every refusal and every spill."""
-    groups: dict[tuple[str, str, str], list[Outcome]] = collections.defaultdict(list)
-    for outcome in outcomes:
-        groups[outcome.cell.target, outcome.cell.kernel, outcome.cell.dtype].append(outcome)
-    lines = [
-        "| target | kernel | dtype | cells | largest shared memory of its limit | most registers | spilling | refused "
-        "| fewest CTAs a unit |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for (target, kernel, dtype), group in groups.items():
-        fitting = [outcome for outcome in group if not outcome.refusal]
-        most = max(fitting, key=lambda outcome: outcome.shared / outcome.shared_limit, default=None)
-        numbers = (
-            f"{most.shared} of {most.shared_limit}" if most else "-",
-            max((outcome.registers for outcome in fitting), default="-"),
-            sum(outcome.spill > 0 for outcome in fitting),
-            len(group) - len(fitting),
-            min((outcome.occupancy for outcome in fitting), default="-"),
-        )
-        lines.append(f"| {target} | {kernel} | {dtype} | {len(group)} | {' | '.join(map(str, numbers))} |")
-    for title, chosen in (
-        ("Refused", [f"{_place(o.cell)}: {o.refusal} `{INSTEAD}` takes it." for o in outcomes if o.refusal]),
-        ("Spilling", [f"{_place(o.cell)}: {o.tile}, {o.spill} bytes of a thread" for o in outcomes if o.spill]),
-    ):
-        if chosen:
-            lines += ["", f"{title}:", "", *(f"- {line}" for line in chosen)]
-    return "\n".join(lines) + "\n"
-
-
-def _place(cell: Cell) -> str:
-    return f"{cell.target} {cell.kernel} {cell.dtype} D {cell.dim} page {cell.page}"

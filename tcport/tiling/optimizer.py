@@ -50,6 +50,11 @@ def rank_tiles(spec: AttentionSpec, profile: DeviceProfile) -> Ranking:
     return TileLayoutOptimizer(spec, profile).rank()
 
 
+def register_estimate(spec: AttentionSpec, profile: DeviceProfile, config: TileConfig) -> float:
+    """Estimated registers of one thread of the plain kernel with this tile."""
+    return _optimizer(spec, profile).registers(config)
+
+
 class TileLayoutOptimizer:
     """Constraints first, then cost, over every tile of one kernel; see ``constraints`` and ``cost``."""
 
@@ -81,7 +86,7 @@ class TileLayoutOptimizer:
         if not legal and pressed:
             # A kernel that spills is slow, but it runs; the least pressed tiles go first. Their stages hold no
             # registers: one number of them for each shape leaves the compile check more shapes to try.
-            pressed.sort(key=lambda config: (self._pressure(config), _order(config)))
+            pressed.sort(key=lambda config: (self.registers(config), _order(config)))
             shapes = {(tile.block_m, tile.block_n, tile.num_warps): tile for tile in reversed(pressed)}
             chosen = [tile for tile in pressed if tile in shapes.values()][:_PRESSED]
             legal = [self._with_splits(config) for config in chosen]
@@ -114,6 +119,10 @@ class TileLayoutOptimizer:
         ]
         return lines + cost_model().explain(self._cost_values(config, self.problem))
 
+    def registers(self, config: TileConfig) -> float:
+        """Estimated registers of one thread."""
+        return constraints(self.profile, config, self.problem, self.limits)[2].demand(self._values(config))
+
     def _broken(self, config: TileConfig) -> Constraint | None:
         values = self._values(config)
         broken = [c for c in constraints(self.profile, config, self.problem, self.limits) if not c.holds(values)]
@@ -129,9 +138,6 @@ class TileLayoutOptimizer:
         )
         return {"shared": shared, "threads": threads, "registers": min(registers, self.limits.registers_per_thread)}
 
-    def _pressure(self, config: TileConfig) -> float:
-        return constraints(self.profile, config, self.problem, self.limits)[-1].demand(self._values(config))
-
     def _cost_values(self, config: TileConfig, problem: Problem) -> dict[str, float]:
         values = cost_values(config, problem, self.profile, self.limits, self._demand(config))
         return self._values(config) | values | {"splits": _cut(config, problem)}
@@ -144,6 +150,11 @@ class TileLayoutOptimizer:
         splits = split_count(*given, invariant=self.spec.batch_invariant)
         by_length = self.problem.kernel == "decode" and not self.spec.batch_invariant
         return dataclasses.replace(config, num_splits=splits, parts=part_count(*given) if by_length else 0)
+
+
+@functools.lru_cache(maxsize=64)
+def _optimizer(spec: AttentionSpec, profile: DeviceProfile) -> TileLayoutOptimizer:
+    return TileLayoutOptimizer(spec, profile)
 
 
 def _cut(config: TileConfig, problem: Problem) -> int:

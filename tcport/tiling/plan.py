@@ -117,5 +117,6 @@ def _fit(accepted: Fit) -> dict[str, Any]:
         "config": _tile(accepted.config),
         "footprints": [dataclasses.asdict(footprint) for footprint in accepted.compiled.footprints],
         "unchecked": accepted.compiled.error,
+        "verdict": accepted.verdict,
         "steps": [{**_tile(config), "reason": reason} for config, reason in accepted.steps],
     }

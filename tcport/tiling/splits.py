@@ -12,7 +12,7 @@ _CTAS_PER_UNIT = 2
 # A part shorter than this spends more on its start and its share of the merge than on keys.
 _KEYS_PER_PART = 128
 # Splits of few keys are short, as there is nothing else to do; a merge of many costs more than it gains.
-_KEYS_PER_SPLIT, _FREE_SPLITS, _KEYS_PER_FURTHER_SPLIT = 64, 8, 256
+_KEYS_PER_SPLIT, _FREE_SPLITS, _KEYS_PER_FURTHER_SPLIT = 64, 8, 160
 _MOST = 128
 # Where keys are cut by the lengths of the batch.
 _CTAS_TO_BALANCE, _LEAST_PARTS = 5, 3

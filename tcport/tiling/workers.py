@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,13 +25,21 @@ def answers(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [worker.ask(request) for request in requests]
 
 
+class OutOfTimeError(Exception):
+    """The time for this and for every further compile is over."""
+
+
 @contextlib.contextmanager
-def one_worker() -> Iterator[Worker]:
-    """Within the block all of this thread's compiles go to one process: starting one takes longer than a compile."""
+def one_worker(end: float | None = None) -> Iterator[Worker]:
+    """Within the block all of this thread's compiles go to one process: starting one takes longer than a compile.
+
+    Args:
+        end: time (``time.monotonic``) after which compiles raise :class:`OutOfTimeError`, also those under way.
+    """
     if (outer := getattr(_thread, "worker", None)) is not None:
         yield outer
         return
-    _thread.worker = Worker()
+    _thread.worker = Worker(end=end)
     try:
         yield _thread.worker
     finally:
@@ -40,17 +50,27 @@ def one_worker() -> Iterator[Worker]:
 class Worker:
     """One compiler process, begun with the first request."""
 
-    def __init__(self, module: str = "tcport.tiling.compile_worker", timeout: float = _TIMEOUT) -> None:
+    def __init__(
+        self, module: str = "tcport.tiling.compile_worker", timeout: float = _TIMEOUT, end: float | None = None
+    ) -> None:
         self._command = [sys.executable, "-m", module]
         self._timeout = timeout
+        self._end = math.inf if end is None else end
         self._process: subprocess.Popen[str] | None = None
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the worker; see close
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The process's answer; an ``error`` where it ended, or did not answer in time."""
+        """The process's answer; an ``error`` where it ended, or did not answer in time.
+
+        Raises:
+            OutOfTimeError: past the worker's end.
+        """
+        timeout = min(self._timeout, self._end - time.monotonic())
+        if timeout <= 0:
+            raise OutOfTimeError
         process = self._running()
         late = threading.Event()
-        timer = threading.Timer(self._timeout, lambda: (late.set(), process.kill()))
+        timer = threading.Timer(timeout, lambda: (late.set(), process.kill()))
         timer.start()
         try:
             with contextlib.suppress(BrokenPipeError):  # it ended; its output says how
@@ -65,6 +85,8 @@ class Worker:
         code = process.wait()
         self._process = None
         if late.is_set():
+            if timeout < self._timeout:
+                raise OutOfTimeError
             return {"error": "the compiler did not finish in time"}
         self._errors.seek(0)
         last = next((line.strip() for line in reversed(self._errors.readlines()) if line.strip()), "no message")
