@@ -28,7 +28,14 @@ SHAPES = {
 
 def operands(shape: str, dtype: torch.dtype, device: str = "cpu") -> list[Any]:
     """Arguments with a transposed ``x`` and columns that lie apart in the packed words."""
-    rows, depth, width, group, zeros_dtype = SHAPES[shape]
+    return operands_of(*SHAPES[shape], dtype=dtype, device=device)
+
+
+def operands_of(
+    rows: int, depth: int, width: int, group: int, zeros_dtype: torch.dtype | None, *, dtype: torch.dtype,
+    device: str = "cpu",
+) -> list[Any]:  # fmt: skip
+    """The same from sizes, as :data:`SHAPES` has them."""
     rng = torch.Generator().manual_seed(depth)
     x = torch.randn(depth, rows, generator=rng).to(dtype).t()
     packed = torch.randint(-(2**31), 2**31, (depth // 8, 2 * width), generator=rng).to(torch.int32)[:, ::2]
@@ -79,8 +86,34 @@ def compile_for(target: str, dtype: torch.dtype, width: int, group: int) -> None
         assert "mma" in made.asm["ptx"]
 
 
+def compile_few_rows_for(target: str, dtype: torch.dtype, rows: int, depth: int) -> None:
+    """The Gluon kernel, whose conversions of layouts the compiler itself checks to be none."""
+    from triton.backends.compiler import GPUTarget
+
+    from tcport.kernels.gluon_int4 import few_rows_matmul
+    from tcport.kernels.offline import compile_launch, record
+
+    x, packed, scales, zeros = operands_of(rows, depth, 96, 128, torch.int8, dtype=dtype)
+    given = (x.contiguous(), packed.contiguous(), scales, zeros)
+    (launch,) = record(few_rows_matmul, *(a.to("meta") for a in given))
+    made = compile_launch(launch, GPUTarget(*TARGETS[target]))
+    assert made.metadata.shared == int4.FewRowsTile().shared_bytes <= SHARED[target]
+    assert "mma.sync" in made.asm["ptx"]
+    assert "cp.async.cg.shared.global [" in made.asm["ptx"]  # 16 bytes at a time
+
+
 def compiled() -> dict[str, Callable[[], None]]:
-    return {
+    few_rows = {
+        f"few rows, {target} {dtype} {rows} of {depth}": functools.partial(
+            compile_few_rows_for, target, dtype, rows, depth
+        )
+        for target, dtype, rows, depth in (
+            ("sm_80", torch.float16, 1, 4096),
+            ("sm_86", torch.bfloat16, 9, 1536),
+            ("sm_90", torch.bfloat16, 32, 14336),
+        )
+    }
+    return few_rows | {
         f"{target} {dtype} {width} columns, groups of {group}": functools.partial(
             compile_for, target, dtype, width, group
         )

@@ -45,13 +45,15 @@ def samples() -> Iterator[tuple[Any, ...]]:
         x, packed, scales, zeros = operands(dtype)
         yield x, packed, scales, zeros
         yield x, packed, scales, None
+    whole = scales[:, :1].expand(-1, WIDTH)[:2]  # groups of 128, which the kernel in Gluon takes
+    yield torch.ones(3, 256, dtype=torch.float16), packed.repeat(4, 1)[:32], whole, None
 
 
 def test_every_candidate_agrees_with_the_operator() -> None:
     for row in rows("tcport::w4a16_matmul"):
         check_results(row, samples)
         ran = check_numbers(row, samples, (2e-3, 2e-2), "cpu")
-        assert ran == (0 if row.name.startswith("triton") else len(list(samples())))
+        assert ran == (len(list(samples())) if row.name.startswith("torch") else 0)
     for arguments in samples():
         torch.library.opcheck(torch.ops.tcport.w4a16_matmul.default, arguments)
 
@@ -196,9 +198,22 @@ def test_compiled_the_result_is_that_of_the_definition() -> None:
     assert [(n.op, n.kernel) for n in report.nodes] == [("tcport::w4a16_matmul", "torch_w4a16_matmul")]
 
 
+def test_which_kernel_a_gpu_gets_for_groups_of_128() -> None:
+    x, packed = torch.ones(3, 256, dtype=torch.bfloat16), torch.zeros(32, WIDTH, dtype=torch.int32)
+    scales, zeros = torch.ones(2, WIDTH, dtype=torch.bfloat16), torch.zeros(2, WIDTH, dtype=torch.int8)
+    for device, kernel in {"h200": "gluon", "a100": "gluon", "rtx4090": "gluon", "mi300x": "triton"}.items():
+        (node,) = lower_on(catalogue_profile(device), torch.ops.tcport.w4a16_matmul, x, packed, scales, zeros)
+        assert node.kernel == f"{kernel}_w4a16_matmul", device
+    (node,) = lower_on(
+        catalogue_profile("h200"), torch.ops.tcport.w4a16_matmul, x.float(), packed, scales.float(), zeros
+    )
+    assert node.kernel == "triton_w4a16_matmul"
+    assert "16-bit floats" in node.rejected[0].reason
+
+
 def test_a_gpu_gets_the_kernel_for_few_rows_and_the_reason_for_many() -> None:
     (few,) = lower_on(catalogue_profile("h200"), grouped, *operands(torch.bfloat16, 16))
-    assert few.kernel == "triton_w4a16_matmul"
+    assert few.kernel == "triton_w4a16_matmul"  # groups of 64: the one for tensor cores takes 128
     assert lower_on(catalogue_profile("h200"), grouped, *operands(torch.bfloat16, 512)) == []
     (many,) = lower_on(catalogue_profile("h200"), torch.ops.tcport.w4a16_matmul, *operands(torch.bfloat16, 512))
     assert many.kernel == "torch_w4a16_matmul"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,24 @@ PER_WORD = 8
 """Weights in an int32."""
 MOST_ROWS = 32
 """Rows up to which a GPU waits for the weights' bytes, not for arithmetic; beyond, they are better dequantised once."""
+
+STEP = 128
+"""Weights of a column, of one group, that a warp of the kernel for tensor cores multiplies in a step."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FewRowsTile:
+    """Columns of a program; warps, each with weights of its own; steps whose words are on their way; most registers."""
+
+    block_n: int = 32
+    warps: int = 8
+    ahead: int = 4
+    registers: int | None = None
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a program: words of all steps on their way, where the sums are added afterwards."""
+        return self.ahead * self.warps * self.block_n * STEP // 2
 
 
 def w4a16_matmul(

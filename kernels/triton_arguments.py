@@ -115,9 +115,10 @@ def read_format(cache: Tensor) -> str | None:
     return "float8_e4m3fn in hardware" if hardware else format_of(cache)
 
 
-def strides(name: str, tensor: Tensor, dims: tuple[str, ...]) -> dict[str, Any]:
-    """Strides of a tensor as the kernel arguments ``<name>_stride_<dim>``."""
-    return {f"{name}_stride_{dim}": stride for dim, stride in zip(dims, tensor.stride(), strict=True)}
+def strides(name: str, tensor: Tensor | None, dims: tuple[str, ...]) -> dict[str, Any]:
+    """Strides of a tensor as the kernel arguments ``<name>_stride_<dim>``; zeros where there is none."""
+    given = (0,) * len(dims) if tensor is None else tensor.stride()
+    return {f"{name}_stride_{dim}": stride for dim, stride in zip(dims, given, strict=True)}
 
 
 def scale_strides(name: str, scale: Tensor | None) -> dict[str, Any]:

@@ -10,7 +10,6 @@ at the end.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
 import triton
@@ -63,7 +62,7 @@ def w4a16_matmul(
         **strides("x", x, ("row", "dim")),
         **strides("packed", packed, ("word", "column")),
         **strides("scales", scales, ("group", "column")),
-        **_zero_strides(zeros),
+        **strides("zeros", zeros, ("group", "column")),
         DEPTH=depth,
         WIDTH=width,
         GROUP=depth // int(scales.shape[0]),
@@ -75,12 +74,6 @@ def w4a16_matmul(
         num_stages=tile.stages,
     )
     return out
-
-
-def _zero_strides(zeros: Tensor | None) -> dict[str, Any]:
-    if zeros is None:
-        return {"zeros_stride_group": 0, "zeros_stride_column": 0}
-    return strides("zeros", zeros, ("group", "column"))
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -1,36 +1,39 @@
-"""The chain of ``tcport::w4a16_matmul``: Triton, PyTorch."""
+"""The chain of ``tcport::w4a16_matmul``: Gluon for NVIDIA's tensor cores, Triton, PyTorch."""
 
 from __future__ import annotations
 
 import functools
+import re
 
-from tcport import int4_ops as int4_ops  # defines the operator
+import torch
+from torch import Tensor
+
+from tcport import int4_ops
 from tcport.device import DeviceProfile
+from tcport.fingerprint import triton_version
 from tcport.kernels import int4
 from tcport.kernels.call import Launcher
 from tcport.lowering.candidate import Candidate, Verdict
 from tcport.lowering.foreign import ForeignCall, ForeignSpec
 from tcport.lowering.registry import Answer, register_lowering
 
+_GLUON = ((3, 6), (3, 9))
+"""Versions of Triton, first and last, whose Gluon a kernel is written in."""
+
+
+@register_lowering("tcport::w4a16_matmul", vendor="nvidia", priority=10)
+def gluon_w4a16_matmul(spec: ForeignSpec, profile: DeviceProfile) -> Answer:
+    """Each thread is brought what its tensor core wants; one opaque operator in traced code."""
+    if (why := _refusal(spec, profile) or _gluon_refusal(spec, profile)) is not None:
+        return Verdict.no(why)
+    return Candidate("gluon_w4a16_matmul", "tuned", _run_gluon)
+
 
 @register_lowering("tcport::w4a16_matmul")
 def triton_w4a16_matmul(spec: ForeignSpec, profile: DeviceProfile) -> Answer:
     """Weights are read as 4 bits and dequantised in registers."""
-    x, packed, scales, _ = spec.args
-    sizes = (packed.shape[0], *scales.shape)
-    if profile.vendor == "cpu":
-        return Verdict.no("Triton has no CPU target")
-    if not all(isinstance(size, int) for size in sizes):
-        return Verdict.no("its weights have no fixed shape")
-    group = 8 * sizes[0] // sizes[1]
-    if group % 32:
-        return Verdict.no(f"it takes groups of a multiple of 32 weights, not {group}")
-    if isinstance(x.shape[0], int) and x.shape[0] > int4.MOST_ROWS:
-        return Verdict.no(
-            f"for more than {int4.MOST_ROWS} rows weights are dequantised once, not for each block of rows"
-        )
-    if (profile.arch or "").startswith("sm_7"):
-        return Verdict.no(f"it multiplies as GPUs from sm_80 do, not {profile.arch}")
+    if (why := _refusal(spec, profile)) is not None:
+        return Verdict.no(why)
     shared = profile.shared_per_cta_optin or profile.shared_per_cta
     return Candidate("triton_w4a16_matmul", "tuned", functools.partial(_run_triton, shared))
 
@@ -43,6 +46,56 @@ def torch_w4a16_matmul(spec: ForeignSpec, profile: DeviceProfile) -> Answer:
         "torch",
         lambda call, launch: int4.w4a16_matmul(*call.args, compute_dtype=call.args[0].dtype).contiguous(),
     )
+
+
+def _refusal(spec: ForeignSpec, profile: DeviceProfile) -> str | None:
+    """What no kernel for GPUs takes."""
+    x, packed, scales, _ = spec.args
+    sizes = (packed.shape[0], *scales.shape)
+    if profile.vendor == "cpu":
+        return "Triton has no CPU target"
+    if not all(isinstance(size, int) for size in sizes):
+        return "its weights have no fixed shape"
+    if _group(spec) % 32:
+        return f"it takes groups of a multiple of 32 weights, not {_group(spec)}"
+    if isinstance(x.shape[0], int) and x.shape[0] > int4.MOST_ROWS:
+        return f"for more than {int4.MOST_ROWS} rows weights are dequantised once, not for each block of rows"
+    if (profile.arch or "").startswith("sm_7"):
+        return f"it multiplies as GPUs from sm_80 do, not {profile.arch}"
+    return None
+
+
+def _gluon_refusal(spec: ForeignSpec, profile: DeviceProfile) -> str | None:
+    """What else the kernel in Gluon does not take."""
+    version = tuple(map(int, re.findall(r"\d+", triton_version())[:2]))
+    if not _GLUON[0] <= version <= _GLUON[1]:
+        known = " to ".join(".".join(map(str, end)) for end in _GLUON)
+        return f"written for the Gluon of Triton {known}, this is {triton_version()}"
+    if spec.args[0].dtype not in ("float16", "bfloat16"):
+        return f"tensor cores take 16-bit floats as they are, not {spec.args[0].dtype}"
+    if _group(spec) % int4.STEP:
+        return f"it takes groups of a multiple of {int4.STEP} weights, not {_group(spec)}"
+    shared = profile.shared_per_cta_optin or profile.shared_per_cta or 0
+    needed = int4.FewRowsTile().shared_bytes
+    if shared < needed:
+        return f"a program has {needed} bytes of words on their way, and {shared} of shared memory"
+    return None
+
+
+def _group(spec: ForeignSpec) -> int:
+    """Weights of a column that share a scale."""
+    return 8 * spec.args[1].shape[0] // spec.args[2].shape[0]
+
+
+def _run_gluon(call: ForeignCall, launch: Launcher) -> Tensor:
+    if launch is torch.library.wrap_triton or getattr(launch, "traced", False):
+        return torch.ops.tcport.w4a16_few_rows.default(*call.args)  # Inductor cannot print Gluon
+    from tcport.kernels.gluon_int4 import few_rows_matmul
+
+    return few_rows_matmul(*call.args, launch=launch)
+
+
+int4_ops.define("w4a16_few_rows", lambda *args: _run_gluon(ForeignCall.of(*args), lambda kernel: kernel))
 
 
 def _run_triton(shared: int | None, call: ForeignCall, launch: Launcher) -> object:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,12 @@ def _fake(x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None) -> Te
     return x.new_empty((x.shape[0], scales.shape[1]))
 
 
-LIBRARY.define("w4a16_matmul(Tensor x, Tensor packed, Tensor scales, Tensor? zeros) -> Tensor", tags=TAGS)
-LIBRARY.impl("w4a16_matmul", int4.w4a16_matmul, "CompositeExplicitAutograd")
-torch.library.register_fake("tcport::w4a16_matmul", _fake, lib=LIBRARY)
+def define(name: str, run: Callable[..., Tensor]) -> None:
+    """Define an operator ``tcport::<name>`` of the same arguments and result."""
+    signature = "(Tensor x, Tensor packed, Tensor scales, Tensor? zeros) -> Tensor"
+    LIBRARY.define(f"{name}{signature}", tags=TAGS)
+    LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"tcport::{name}", _fake, lib=LIBRARY)
+
+
+define("w4a16_matmul", int4.w4a16_matmul)

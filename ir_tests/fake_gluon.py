@@ -1,0 +1,207 @@
+"""Gluon kernels carried out in PyTorch, program by program: their logic without a GPU, for Gluon has no interpreter.
+
+A tensor is a :class:`Values` whatever its layout; conversions of layouts, and waiting for copies, do nothing. There is
+as much of the language as ``kernels/gluon_int4.py`` speaks. That a conversion moves nothing between threads is for the
+compiler to say, which is asked with ``assert_trivial``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import types
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def run_programs(kernel: Any, module: ModuleType, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
+    """Run a kernel of a module, and what it calls there, for every program of a grid; outputs are written."""
+    for program in itertools.product(*map(range, grid)):
+        names: dict[str, Any] = {"range": lambda *ends: map(_Number, range(*ends)), "_copy": _copy} | _language(program)
+        for name, value in vars(module).items():
+            if hasattr(value, "fn"):
+                names[name] = types.FunctionType(value.fn.__code__, names, name)
+        given = {name: Pointer(a) if isinstance(a, Tensor) else a for name, a in arguments.items()}
+        names[kernel.fn.__name__](**given)
+
+
+class Launched:
+    """A launcher's kernel: ``Launched(module)(kernel)[grid](...)`` runs it."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
+
+    def __call__(self, kernel: Any) -> Any:
+        def run(grid: tuple[Any, ...], **arguments: Any) -> None:
+            known = {name: value for name, value in arguments.items() if name in kernel.arg_names}
+            run_programs(kernel, self._module, tuple(map(int, grid)), known)
+
+        class Grid:
+            def __getitem__(self, grid: tuple[Any, ...]) -> Callable[..., None]:
+                return lambda **arguments: run(grid, **arguments)
+
+        return Grid()
+
+
+@dataclasses.dataclass
+class Values:
+    """A tensor of the language."""
+
+    of: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.of.dtype
+
+    def reshape(self, shape: list[int]) -> Values:
+        return Values(self.of.reshape(shape))
+
+    def permute(self, order: list[int]) -> Values:
+        return Values(self.of.permute(order))
+
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Values:
+        if bitcast:
+            return Values(self.of.contiguous().view(dtype))
+        return Values(_wrapped(self.of, 16) if dtype == torch.int16 else self.of.to(dtype))
+
+    def __getitem__(self, index: Any) -> Values:
+        return Values(self.of[index])
+
+    def __add__(self, other: Any) -> Any:
+        return other + self if isinstance(other, Pointer) else Values(self.of + _plain(other))
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Values:
+        return Values(self.of - _plain(other))
+
+    def __mul__(self, other: Any) -> Values:
+        return Values(self.of * _plain(other))
+
+    def __and__(self, other: Any) -> Values:
+        return Values(self.of & _plain(other))
+
+    def __lt__(self, other: Any) -> Values:
+        return Values(self.of < _plain(other))
+
+    def __floordiv__(self, other: int) -> Values:
+        return Values(self.of // other)
+
+    def __mod__(self, other: int) -> Values:
+        return Values(self.of % other)
+
+    def __rshift__(self, other: int) -> Values:
+        return Values(self.of >> other)
+
+
+@dataclasses.dataclass
+class Pointer:
+    """Addresses within a tensor, in elements from its first one."""
+
+    into: Tensor
+    at: Any = 0
+
+    @property
+    def dtype(self) -> Any:
+        return SimpleNamespace(element_ty=self.into.dtype)
+
+    def __add__(self, other: Any) -> Pointer:
+        return Pointer(self.into, self.at + _plain(other))
+
+    __radd__ = __add__
+
+
+class _Number(int):
+    """An integer that only the running kernel knows."""
+
+    def to(self, dtype: torch.dtype) -> _Number:
+        return self
+
+
+class _Buffers:
+    """Shared memory: one tensor for each place in it."""
+
+    def __init__(self, number: int) -> None:
+        self._buffers = [SimpleNamespace(of=None) for _ in range(number)]
+
+    def index(self, place: int) -> Any:
+        buffer = self._buffers[place]
+        buffer.load = lambda layout: Values(buffer.of)
+        return buffer
+
+
+def _plain(value: Any) -> Any:
+    return value.of if isinstance(value, Values) else value
+
+
+def _wrapped(value: Tensor, bits: int) -> Tensor:
+    """The low bits as a signed integer of as many."""
+    half = 1 << (bits - 1)
+    return ((value.long() + half) % (2 * half) - half).to(getattr(torch, f"int{bits}"))
+
+
+def _load(at: Pointer, mask: Values, other: float = 0) -> Values:
+    places, there = torch.broadcast_tensors(torch.as_tensor(at.at), mask.of)
+    elements = at.into.untyped_storage().nbytes() // at.into.element_size()
+    memory = at.into.as_strided((elements,), (1,), 0)
+    found = memory[torch.where(there, places + at.into.storage_offset(), 0)]
+    return Values(torch.where(there, found, torch.tensor(other, dtype=memory.dtype)))
+
+
+def _store(at: Pointer, value: Values, mask: Values) -> None:
+    places, there, values = torch.broadcast_tensors(at.at, mask.of, value.of)
+    at.into.view(-1)[places[there]] = values[there]
+
+
+def _copy(buffer: Any, at: Pointer, mask: Values) -> None:
+    buffer.of = _load(at, mask).of
+
+
+def _assembly(text: str, constraints: str, operands: list[Values], **_: Any) -> Values:
+    """``prmt`` of two registers, and ``lop3`` as and-or with two constants (PTX ISA)."""
+    name, *parts = text.replace(",", " ").strip(" ;").split()
+    bits = [operand.of.long() & 0xFFFFFFFF for operand in operands]
+    if name == "prmt.b32":
+        taken = [int(digit, 16) for digit in reversed(parts[-1].removeprefix("0x"))]
+        chosen = [((bits[byte // 4] >> (8 * (byte % 4))) & 0xFF) << (8 * place) for place, byte in enumerate(taken)]
+        return Values(_wrapped(sum(chosen, torch.zeros_like(bits[0])), 32))
+    if name == "lop3.b32" and parts[-1] == "0xea":
+        return Values(_wrapped((bits[0] & int(parts[2], 16)) | int(parts[3], 16), 32))
+    raise NotImplementedError(text)
+
+
+def _multiply(a: Values, b: Values, c: Values) -> Values:
+    return Values(torch.baddbmm(c.of, a.of.float(), b.of.float()))
+
+
+def _language(program: tuple[int, ...]) -> dict[str, Any]:
+    """The names that a kernel's module has imported."""
+
+    def nothing(*_: Any, **__: Any) -> None:
+        return None
+
+    language = SimpleNamespace(
+        program_id=lambda axis: _Number(program[axis]),
+        arange=lambda start, end, layout=None: Values(torch.arange(start, end)),
+        load=_load,
+        store=_store,
+        zeros=lambda shape, dtype, layout: Values(torch.zeros(shape, dtype=dtype)),
+        full=lambda shape, value, dtype, layout: Values(torch.full(shape, value, dtype=dtype)),
+        split=lambda x: (Values(x.of[..., 0]), Values(x.of[..., 1])),
+        join=lambda a, b: Values(torch.stack((a.of, b.of), -1)),
+        sum=lambda x, axis: Values(x.of.sum(axis)),
+        convert_layout=lambda x, layout, assert_trivial=False: x,
+        inline_asm_elementwise=_assembly,
+        allocate_shared_memory=lambda dtype, shape, layout: _Buffers(shape[0]),
+        static_range=range,
+        nvidia=SimpleNamespace(ampere=SimpleNamespace(mma_v2=_multiply)),
+        **dict.fromkeys(("SliceLayout", "DotOperandLayout", "SwizzledSharedLayout"), nothing),
+        **dict.fromkeys(("NVMMADistributedLayout", "DistributedLinearLayout"), nothing),
+        **{name: getattr(torch, name) for name in ("int64", "int32", "int16", "float32", "bfloat16", "float16")},
+    )
+    waiting = SimpleNamespace(commit_group=nothing, wait_group=nothing)
+    return {"gl": language, "async_copy": waiting}
