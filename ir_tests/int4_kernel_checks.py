@@ -86,31 +86,33 @@ def compile_for(target: str, dtype: torch.dtype, width: int, group: int) -> None
         assert "mma" in made.asm["ptx"]
 
 
-def compile_few_rows_for(target: str, dtype: torch.dtype, rows: int, depth: int) -> None:
+def compile_few_rows_for(target: str, dtype: torch.dtype, rows: int, depth: int, width: int, units: int) -> None:
     """The Gluon kernel, whose conversions of layouts the compiler itself checks to be none."""
     from triton.backends.compiler import GPUTarget
 
     from tcport.kernels.gluon_int4 import few_rows_matmul
     from tcport.kernels.offline import compile_launch, record
 
-    x, packed, scales, zeros = operands_of(rows, depth, 96, 128, torch.int8, dtype=dtype)
-    given = (x.contiguous(), packed.contiguous(), scales, zeros)
-    (launch,) = record(few_rows_matmul, *(a.to("meta") for a in given))
+    x, packed, scales, zeros = operands_of(rows, depth, width, 128, torch.int8, dtype=dtype)
+    given, tile = (x.contiguous(), packed.contiguous(), scales, zeros), int4.few_rows_tile(rows, width, units)
+    (launch,) = record(few_rows_matmul, *(a.to("meta") for a in given), tile=tile)
     made = compile_launch(launch, GPUTarget(*TARGETS[target]))
-    assert made.metadata.shared == int4.FewRowsTile().shared_bytes <= SHARED[target]
+    assert made.metadata.shared == tile.shared_bytes <= SHARED[target]
     assert "mma.sync" in made.asm["ptx"]
     assert "cp.async.cg.shared.global [" in made.asm["ptx"]  # 16 bytes at a time
 
 
 def compiled() -> dict[str, Callable[[], None]]:
     few_rows = {
-        f"few rows, {target} {dtype} {rows} of {depth}": functools.partial(
-            compile_few_rows_for, target, dtype, rows, depth
+        f"few rows, {target} {dtype} {rows} of {depth} x {width}": functools.partial(
+            compile_few_rows_for, target, dtype, rows, depth, width, units
         )
-        for target, dtype, rows, depth in (
-            ("sm_80", torch.float16, 1, 4096),
-            ("sm_86", torch.bfloat16, 9, 1536),
-            ("sm_90", torch.bfloat16, 32, 14336),
+        for target, dtype, rows, depth, width, units in (
+            ("sm_80", torch.float16, 1, 4096, 96, 108),
+            ("sm_86", torch.bfloat16, 9, 1536, 96, 84),
+            ("sm_86", torch.float16, 8, 1536, 2720, 84),
+            ("sm_90", torch.bfloat16, 16, 512, 8480, 132),
+            ("sm_90", torch.bfloat16, 1, 14336, 96, 132),
         )
     }
     return few_rows | {

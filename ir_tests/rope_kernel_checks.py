@@ -76,7 +76,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "halves, norm, strided": (24, False, True, True),
     "pairs": (64, True, False, True),
     "pairs, norm": (24, True, True, False),
-    "more heads than a program has": (16, False, True, True, (12, 9)),
+    "more heads than a program has": (256, False, True, True, (20, 9)),
 }
 
 
@@ -94,13 +94,13 @@ def compile_for(target: str, dtype: torch.dtype, *case: Any) -> None:
     from tcport.kernels.offline import compile_launch, record
     from tcport.kernels.triton_rope import rope_and_write
 
-    (launch,) = record(rope_and_write, problem(dtype, 128, *case))  # type: ignore[arg-type]
-    assert compile_launch(launch, GPUTarget(*TARGETS[target])).metadata.shared <= 1024  # what a reduction exchanges
+    (launch,) = record(rope_and_write, problem(dtype, *case))  # type: ignore[arg-type]
+    assert compile_launch(launch, GPUTarget(*TARGETS[target])).metadata.shared <= 4096  # what threads exchange
 
 
 def compiled() -> dict[str, Callable[[], None]]:
     return {
-        f"{name}, {target}": functools.partial(compile_for, target, dtype, *case[1:])
+        f"{name}, {target}": functools.partial(compile_for, target, dtype, max(128, case[0]), *case[1:])
         for name, case in CASES.items()
         for target, dtype in (("sm_80", torch.float16), ("sm_90", torch.bfloat16), ("gfx942", torch.bfloat16))
     }

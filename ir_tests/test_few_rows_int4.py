@@ -12,19 +12,36 @@ from fake_gluon import Launched
 import tcport
 from tcport.kernels import gluon_int4, int4
 from tcport.kernels.gluon_int4 import few_rows_matmul
-from tcport.kernels.int4 import FewRowsTile
+from tcport.kernels.int4 import FewRowsTile, few_rows_tile
 
 SHAPES: dict[str, tuple[Any, ...]] = {
     "one row, one step of four warps": (1, 512, 32, 128, torch.int32, FewRowsTile(warps=4, ahead=1)),
     "eight rows, columns past the end": (8, 1024, 40, 256, torch.int8, FewRowsTile(warps=4, ahead=2)),
     "rows and depth past the end, three rounds": (13, 1536, 32, 128, torch.uint8, FewRowsTile(warps=2, ahead=2)),
+    "unrolled, depth past the end of a round": (
+        5,
+        2560,
+        40,
+        128,
+        torch.int8,
+        FewRowsTile(warps=4, ahead=2, unrolled=True),
+    ),
+    "unrolled, all words on their way from the start": (
+        8,
+        1024,
+        32,
+        128,
+        None,
+        FewRowsTile(warps=4, ahead=2, unrolled=True),
+    ),
     "two blocks of rows, no zero points": (20, 640, 96, 640, None, FewRowsTile(block_n=64, warps=4, ahead=1)),
 }
 AS_IN_MODELS: dict[str, tuple[Any, ...]] = {
-    "one row": (1, 4096, 4096, 128, torch.int32, FewRowsTile()),
-    "16 rows": (16, 4096, 4096, 128, torch.int32, FewRowsTile()),
-    "deep": (5, 14336, 512, 128, torch.int32, FewRowsTile()),
+    f"{rows} rows of {depth} x {width}": (rows, depth, width, 128, torch.int32, few_rows_tile(rows, width, units=132))
+    for rows in (1, 5, 16, 32)
+    for depth, width in ((4096, 4096), (4096, 14336), (14336, 512))
 }
+"""With an H200's tiles."""
 
 
 def closely(actual: torch.Tensor, arguments: list[Any], dtype: torch.dtype) -> None:
@@ -40,6 +57,25 @@ def test_its_logic_agrees_with_the_definition(shape: str, dtype: torch.dtype) ->
     *sizes, tile = SHAPES[shape]
     arguments = checks.operands_of(*sizes, dtype=dtype)
     closely(few_rows_matmul(*arguments, launch=Launched(gluon_int4), tile=tile), arguments, dtype)
+
+
+@pytest.mark.parametrize("units", [None, 20, 108, 132])
+@pytest.mark.parametrize("rows", [1, 8, 9, 16, 32])
+def test_programs_have_enough_warps_or_neighbours(rows: int, units: int | None) -> None:
+    for width in (32, 512, 4096, 6144, 14336, 152064):
+        tile = few_rows_tile(rows, width, units)
+        assert tile.shared_bytes <= int4.FEW_ROWS_SHARED
+        programs = -(-rows // 16) * -(-width // tile.block_n)
+        assert tile.warps == 8 or units is None or programs >= units
+        assert not tile.unrolled or rows <= 8  # registers hold four steps of no more
+
+
+def test_the_tiles_of_an_h200() -> None:
+    assert few_rows_tile(1, 4096, 132) == FewRowsTile(32, warps=8, ahead=4, unrolled=True)
+    assert few_rows_tile(8, 14336, 132) == FewRowsTile(32, warps=4, ahead=4)
+    assert few_rows_tile(16, 4096, 132) == FewRowsTile(32, warps=8, ahead=2)
+    assert few_rows_tile(16, 14336, 132) == FewRowsTile(64, warps=4, ahead=4)
+    assert few_rows_tile(32, 4096, 132) == FewRowsTile(32, warps=4, ahead=4)
 
 
 @pytest.mark.gpu

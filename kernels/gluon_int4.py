@@ -33,7 +33,6 @@ def few_rows_matmul(
     rows, depth, width = x.shape[0], 8 * int(packed.shape[0]), int(scales.shape[1])
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     block_m = 8 if rows <= 8 else 16
-    options = {} if tile.registers is None else {"maxnreg": tile.registers}
     launch(few_rows_matmul_kernel)[(max(1, -(-rows // block_m)), triton.cdiv(width, tile.block_n))](
         x=x,
         packed=packed,
@@ -52,8 +51,8 @@ def few_rows_matmul(
         BLOCK_N=tile.block_n,
         WARPS=tile.warps,
         AHEAD=tile.ahead,
+        UNROLLED=tile.ahead if tile.unrolled else 1,
         num_warps=tile.warps,
-        **options,
     )
     return out
 
@@ -117,6 +116,7 @@ def few_rows_matmul_kernel(
     BLOCK_N: gl.constexpr,
     WARPS: gl.constexpr,
     AHEAD: gl.constexpr,
+    UNROLLED: gl.constexpr,
 ):
     PRODUCT: gl.constexpr = product_layout(WARPS)
     X: gl.constexpr = loads_layouts(BLOCK_M, BLOCK_N, WARPS)[0]
@@ -154,24 +154,29 @@ def few_rows_matmul_kernel(
     next_scale = _of_groups(scales, k, shared_column, scales_stride_group, scales_stride_column, DEPTH, WIDTH, GROUP)
     next_zero = _of_groups(zeros, k, shared_column, zeros_stride_group, zeros_stride_column, DEPTH, WIDTH, GROUP)
     slot = 0
-    for after in range(STEP, DEPTH + STEP, STEP):
-        a, scale, zero = next_a, next_scale, next_zero
-        async_copy.wait_group(AHEAD - 1)
-        words = ring.index(slot).load(WORDS)
-        x_at += STEP * x_stride_dim
-        k += STEP
-        next_a = gl.load(x_at, mask=x_mask & (after + x_k < DEPTH), other=0.0)
-        next_scale = _of_groups(
-            scales, k, shared_column, scales_stride_group, scales_stride_column, DEPTH, WIDTH, GROUP
-        )
-        next_zero = _of_groups(zeros, k, shared_column, zeros_stride_group, zeros_stride_column, DEPTH, WIDTH, GROUP)
-        if ROUND < DEPTH:
-            later = after + ROUND - STEP
-            _copy(ring.index(slot), word_at, mask=in_columns & (later + word * 8 < DEPTH))
-            word_at += STEP // 8 * packed_stride_word
-        async_copy.commit_group()
-        slot = (slot + 1) % AHEAD
-        total = _add_product(total, a, words, scale, zero, PRODUCT, BLOCK_M, BLOCK_N, WARPS)
+    for first in range(0, DEPTH, STEP * UNROLLED):
+        for step in gl.static_range(UNROLLED):
+            a, scale, zero = next_a, next_scale, next_zero
+            async_copy.wait_group(AHEAD - 1)
+            place = step if UNROLLED > 1 else slot
+            words = ring.index(place).load(WORDS)
+            x_at += STEP * x_stride_dim
+            k += STEP
+            after = first + (step + 1) * STEP
+            next_a = gl.load(x_at, mask=x_mask & (after + x_k < DEPTH), other=0.0)
+            next_scale = _of_groups(
+                scales, k, shared_column, scales_stride_group, scales_stride_column, DEPTH, WIDTH, GROUP
+            )
+            next_zero = _of_groups(
+                zeros, k, shared_column, zeros_stride_group, zeros_stride_column, DEPTH, WIDTH, GROUP
+            )
+            if ROUND < DEPTH:
+                later = after + ROUND - STEP
+                _copy(ring.index(place), word_at, mask=in_columns & (later + word * 8 < DEPTH))
+                word_at += STEP // 8 * packed_stride_word
+            async_copy.commit_group()
+            slot = (slot + 1) % AHEAD
+            total = _add_product(total, a, words, scale, zero, PRODUCT, BLOCK_M, BLOCK_N, WARPS)
 
     OUT: gl.constexpr = gl.SliceLayout(0, PRODUCT)
     result = gl.sum(total, 0)

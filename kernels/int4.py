@@ -18,17 +18,37 @@ STEP = 128
 
 @dataclasses.dataclass(frozen=True)
 class FewRowsTile:
-    """Columns of a program; warps, each with weights of its own; steps whose words are on their way; most registers."""
+    """Columns of a program; warps, each with weights of its own; steps whose words are on their way, and unrolled."""
 
     block_n: int = 32
-    warps: int = 8
+    warps: int = 4
     ahead: int = 4
-    registers: int | None = None
+    unrolled: bool = False
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a program: words of all steps on their way, where the sums are added afterwards."""
         return self.ahead * self.warps * self.block_n * STEP // 2
+
+
+FEW_ROWS_SHARED = 64 * 1024
+"""Bytes of shared memory that no tile of :func:`few_rows_tile` exceeds."""
+
+
+def few_rows_tile(rows: int, width: int, units: int | None) -> FewRowsTile:
+    """The tile for rows of ``x``, columns, and a GPU's number of SMs; None: unknown.
+
+    While there is no program of 32 columns for each SM, one has to be enough for it: eight warps, with as much on their
+    way as registers hold. Else programs hide each other's waits. Sixteen rows, which every program reads, are read half
+    as often where 64 columns leave a program for each SM.
+
+    On an H200 each was the fastest of those timed in its place, 11 for 1 row and for 16, and 5 for 4, 8 and 32; the
+    unrolled tile was timed with 1 row, 64 columns with 1 and 16.
+    """
+    programs = max(1, -(-rows // 16)) * -(-width // 32)
+    if units is None or programs > units:
+        return FewRowsTile(block_n=64 if units is not None and rows > 8 and programs >= 2 * units else 32)
+    return FewRowsTile(warps=8, unrolled=True) if rows <= 8 else FewRowsTile(warps=8, ahead=2)
 
 
 def w4a16_matmul(

@@ -11,23 +11,19 @@ from tcport.kernels.call import Launcher
 from tcport.kernels.rope import RopeWriteCall
 from tcport.kernels.triton_arguments import padded, strides
 
-MANY_TOKENS = 1024
-"""From here on programs take 32 heads of the query each: fewer programs, with more loads on their way in each."""
+VALUES = 4096
+"""Of query, or of key and value, in a program: 32 heads of 128. Each of 128 threads has 32 on their way at once."""
 
 
-def rope_and_write(call: RopeWriteCall, launch: Launcher, heads: int | None = None) -> Tensor:
-    """One program per token and share of its heads: of the query, into the result; of key and value, into the caches.
-
-    Args:
-        heads: of the query, in a program; None: by the number of tokens.
-    """
+def rope_and_write(call: RopeWriteCall, launch: Launcher) -> Tensor:
+    """One program per token and block of heads: of the query, into the result; of key and value, into the caches."""
     query, write = call.query, call.write
     tokens, query_heads, dim = query.shape[0], int(query.shape[1]), int(query.shape[2])
     kv_heads, value_dim = int(write.k_cache.shape[2]), int(write.v_cache.shape[3])
-    heads = heads or (32 if isinstance(tokens, int) and tokens >= MANY_TOKENS else 8)
-    block_q = min(heads, triton.next_power_of_2(query_heads))
-    blocks = triton.cdiv(query_heads, block_q)
-    block_kv = triton.next_power_of_2(triton.cdiv(kv_heads, blocks))
+    block_half, block_v = padded(dim // 2), padded(value_dim)
+    block_q = _block(query_heads, 2 * block_half)
+    block_kv = _block(kv_heads, 2 * max(2 * block_half, block_v))
+    blocks = triton.cdiv(query_heads, block_q) + triton.cdiv(kv_heads, block_kv)
     out = torch.empty((tokens, query_heads, dim), dtype=query.dtype, device=query.device)
     launch(rope_and_write_kernel)[(torch.sym_max(tokens, 1), blocks)](
         query=query,
@@ -62,12 +58,17 @@ def rope_and_write(call: RopeWriteCall, launch: Launcher, heads: int | None = No
         PAGE_SIZE=int(write.k_cache.shape[1]),
         HALF=dim // 2,
         DIM_V=value_dim,
-        BLOCK_HALF=padded(dim // 2),
-        BLOCK_V=padded(value_dim),
+        BLOCK_HALF=block_half,
+        BLOCK_V=block_v,
         INTERLEAVED=call.interleaved,
         num_warps=4,
     )
     return out
+
+
+def _block(heads: int, values: int) -> int:
+    """Heads of a program, a power of two as the values of each are."""
+    return min(triton.next_power_of_2(heads), max(1, VALUES // values))
 
 
 @triton.jit(do_not_specialize=["tokens", "num_slots", "num_pages", "slot_stride"])
@@ -124,59 +125,78 @@ def rope_and_write_kernel(
 ):
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     live = token < tokens
-    # Everything is read before anything is stored: no load waits for a store that it might follow, nor for the slot.
+    QUERY_BLOCKS: tl.constexpr = (QUERY_HEADS + BLOCK_Q - 1) // BLOCK_Q
+    cos_row, sin_row = cos + token * cos_stride_token, sin + token * sin_stride_token
     pair = tl.arange(0, BLOCK_HALF).to(tl.int64)[None, :]
     first, second = (pair * 2, pair * 2 + 1) if INTERLEAVED else (pair, pair + HALF)
-    head = (block * BLOCK_Q + tl.arange(0, BLOCK_Q)).to(tl.int64)[:, None]
-    q_there = (head < tl.where(live, QUERY_HEADS, 0)) & (pair < HALF)
-    q_row = query + token * query_stride_token + head * query_stride_head
-    q_a = tl.load(q_row + first * query_stride_dim, mask=q_there, other=0.0)
-    q_b = tl.load(q_row + second * query_stride_dim, mask=q_there, other=0.0)
-
-    kv_head = (block * BLOCK_KV + tl.arange(0, BLOCK_KV)).to(tl.int64)[:, None]
-    k_there = (kv_head < tl.where(live, KV_HEADS, 0)) & (pair < HALF)
-    k_row = key + token * key_stride_token + kv_head * key_stride_head
-    k_a = tl.load(k_row + first * key_stride_dim, mask=k_there, other=0.0)
-    k_b = tl.load(k_row + second * key_stride_dim, mask=k_there, other=0.0)
-    dim = tl.arange(0, BLOCK_V).to(tl.int64)[None, :]
-    v_row = value + token * value_stride_token + kv_head * value_stride_head
-    v_there = (kv_head < tl.where(live, KV_HEADS, 0)) & (dim < DIM_V)
-    stored = tl.load(v_row + dim * value_stride_dim, mask=v_there, other=0.0)
-    slot = tl.load(slot_mapping + token * slot_stride, mask=token < num_slots, other=-1).to(tl.int64)
-
-    in_row = pair < tl.where(live, HALF, 0)  # of the tables and weights, which every head reads
-    cos_row, sin_row = cos + token * cos_stride_token, sin + token * sin_stride_token
-    cos_a = tl.load(cos_row + pair * cos_stride_dim, mask=in_row, other=0.0).to(tl.float32)
-    sin_a = tl.load(sin_row + pair * sin_stride_dim, mask=in_row, other=0.0).to(tl.float32)
-    if INTERLEAVED:
-        cos_b, sin_b = cos_a, sin_a
+    if block < QUERY_BLOCKS:
+        head = (block * BLOCK_Q + tl.arange(0, BLOCK_Q)).to(tl.int64)[:, None]
+        q_row = query + token * query_stride_token + head * query_stride_head
+        q_there = (head < tl.where(live, QUERY_HEADS, 0)) & (pair < HALF)
+        q_a, q_b = _rotated(
+            q_row, query_stride_dim, q_there, cos_row, cos_stride_dim, sin_row, sin_stride_dim, q_weight,
+            q_weight_stride, eps, live, pair, first, second, HALF, INTERLEAVED,
+        )  # fmt: skip
+        q_target = out + (token * QUERY_HEADS + head) * (2 * HALF)
+        tl.store(q_target + first, q_a.to(out.dtype.element_ty), mask=q_there)
+        tl.store(q_target + second, q_b.to(out.dtype.element_ty), mask=q_there)
     else:
-        cos_b = tl.load(cos_row + second * cos_stride_dim, mask=in_row, other=0.0).to(tl.float32)
-        sin_b = tl.load(sin_row + second * sin_stride_dim, mask=in_row, other=0.0).to(tl.float32)
-    angles = (cos_a, sin_a, cos_b, sin_b)
-
-    q_a, q_b = _rotated(q_a, q_b, angles, q_weight, q_weight_stride, first, second, in_row, eps, HALF)
-    target = out + (token * QUERY_HEADS + head) * (2 * HALF)
-    tl.store(target + first, q_a.to(out.dtype.element_ty), mask=q_there)
-    tl.store(target + second, q_b.to(out.dtype.element_ty), mask=q_there)
-
-    # Padding is -1; division would round it into the cache, so it is sorted out before it is divided.
-    written = (slot >= 0) & (slot < tl.cast(num_pages, tl.int64) * PAGE_SIZE) & live
-    page, offset = slot // PAGE_SIZE, slot % PAGE_SIZE
-    valid = kv_head < tl.where(written, KV_HEADS, 0)
-    k_a, k_b = _rotated(k_a, k_b, angles, k_weight, k_weight_stride, first, second, in_row, eps, HALF)
-    k_target = k_cache + page * k_stride_page + offset * k_stride_token + kv_head * k_stride_head
-    tl.store(k_target + first * k_stride_dim, k_a.to(k_cache.dtype.element_ty), mask=valid & (pair < HALF))
-    tl.store(k_target + second * k_stride_dim, k_b.to(k_cache.dtype.element_ty), mask=valid & (pair < HALF))
-    v_target = v_cache + page * v_stride_page + offset * v_stride_token + kv_head * v_stride_head
-    tl.store(v_target + dim * v_stride_dim, stored.to(v_cache.dtype.element_ty), mask=valid & (dim < DIM_V))
+        # What is read does not wait for the slot: only the stores do.
+        slot = tl.load(slot_mapping + token * slot_stride, mask=token < num_slots, other=-1).to(tl.int64)
+        kv_head = ((block - QUERY_BLOCKS) * BLOCK_KV + tl.arange(0, BLOCK_KV)).to(tl.int64)[:, None]
+        there = kv_head < tl.where(live, KV_HEADS, 0)
+        dim = tl.arange(0, BLOCK_V).to(tl.int64)[None, :]
+        v_row = value + token * value_stride_token + kv_head * value_stride_head
+        stored = tl.load(v_row + dim * value_stride_dim, mask=there & (dim < DIM_V), other=0.0)
+        k_row = key + token * key_stride_token + kv_head * key_stride_head
+        k_a, k_b = _rotated(
+            k_row, key_stride_dim, there & (pair < HALF), cos_row, cos_stride_dim, sin_row, sin_stride_dim, k_weight,
+            k_weight_stride, eps, live, pair, first, second, HALF, INTERLEAVED,
+        )  # fmt: skip
+        # Padding is -1; division would round it into the cache, so it is sorted out before it is divided.
+        written = (slot >= 0) & (slot < tl.cast(num_pages, tl.int64) * PAGE_SIZE) & live
+        page, offset = slot // PAGE_SIZE, slot % PAGE_SIZE
+        valid = kv_head < tl.where(written, KV_HEADS, 0)
+        k_target = k_cache + page * k_stride_page + offset * k_stride_token + kv_head * k_stride_head
+        tl.store(k_target + first * k_stride_dim, k_a.to(k_cache.dtype.element_ty), mask=valid & (pair < HALF))
+        tl.store(k_target + second * k_stride_dim, k_b.to(k_cache.dtype.element_ty), mask=valid & (pair < HALF))
+        v_target = v_cache + page * v_stride_page + offset * v_stride_token + kv_head * v_stride_head
+        tl.store(v_target + dim * v_stride_dim, stored.to(v_cache.dtype.element_ty), mask=valid & (dim < DIM_V))
 
 
 @triton.jit
-def _rotated(a, b, angles, weight, weight_stride, first, second, in_row, eps, HALF: tl.constexpr):
-    """Pairs ``[heads, pairs]`` of components a and b, turned by their angles; normed first, where there is a weight."""
-    cos_a, sin_a, cos_b, sin_b = angles
-    a, b = a.to(tl.float32), b.to(tl.float32)
+def _rotated(
+    source,
+    source_stride,
+    there,
+    cos,
+    cos_stride,
+    sin,
+    sin_stride,
+    weight,
+    weight_stride,
+    eps,
+    live,
+    pair,
+    first,
+    second,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Rows ``[heads, pairs]`` read from ``source [heads, 1]``, normed where there is a weight, and turned.
+
+    ``first`` and ``second`` are the two components of a pair. ``live``: the token is there, and so are its angles.
+    """
+    in_row = pair < tl.where(live, HALF, 0)  # of the tables and weights, which every head reads
+    a = tl.load(source + first * source_stride, mask=there, other=0.0).to(tl.float32)
+    b = tl.load(source + second * source_stride, mask=there, other=0.0).to(tl.float32)
+    cos_a = tl.load(cos + pair * cos_stride, mask=in_row, other=0.0).to(tl.float32)
+    sin_a = tl.load(sin + pair * sin_stride, mask=in_row, other=0.0).to(tl.float32)
+    if INTERLEAVED:
+        cos_b, sin_b = cos_a, sin_a
+    else:
+        cos_b = tl.load(cos + second * cos_stride, mask=in_row, other=0.0).to(tl.float32)
+        sin_b = tl.load(sin + second * sin_stride, mask=in_row, other=0.0).to(tl.float32)
     if weight is None:
         turned_a, turned_b = a * cos_a - b * sin_a, b * cos_b + a * sin_b
     else:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tcport import int4_ops
-from tcport.device import DeviceProfile
+from tcport.device import DeviceProfile, device_profile
 from tcport.fingerprint import triton_version
 from tcport.kernels import int4
 from tcport.kernels.call import Launcher
@@ -26,7 +26,7 @@ def gluon_w4a16_matmul(spec: ForeignSpec, profile: DeviceProfile) -> Answer:
     """Each thread is brought what its tensor core wants; one opaque operator in traced code."""
     if (why := _refusal(spec, profile) or _gluon_refusal(spec, profile)) is not None:
         return Verdict.no(why)
-    return Candidate("gluon_w4a16_matmul", "tuned", _run_gluon)
+    return Candidate("gluon_w4a16_matmul", "tuned", functools.partial(_run_gluon, profile.compute_units))
 
 
 @register_lowering("tcport::w4a16_matmul")
@@ -76,9 +76,8 @@ def _gluon_refusal(spec: ForeignSpec, profile: DeviceProfile) -> str | None:
     if _group(spec) % int4.STEP:
         return f"it takes groups of a multiple of {int4.STEP} weights, not {_group(spec)}"
     shared = profile.shared_per_cta_optin or profile.shared_per_cta or 0
-    needed = int4.FewRowsTile().shared_bytes
-    if shared < needed:
-        return f"a program has {needed} bytes of words on their way, and {shared} of shared memory"
+    if shared < int4.FEW_ROWS_SHARED:
+        return f"a program has {int4.FEW_ROWS_SHARED} bytes of words on their way, and {shared} of shared memory"
     return None
 
 
@@ -87,15 +86,20 @@ def _group(spec: ForeignSpec) -> int:
     return 8 * spec.args[1].shape[0] // spec.args[2].shape[0]
 
 
-def _run_gluon(call: ForeignCall, launch: Launcher) -> Tensor:
+def _run_gluon(units: int | None, call: ForeignCall, launch: Launcher) -> Tensor:
     if launch is torch.library.wrap_triton or getattr(launch, "traced", False):
         return torch.ops.tcport.w4a16_few_rows.default(*call.args)  # Inductor cannot print Gluon
     from tcport.kernels.gluon_int4 import few_rows_matmul
 
-    return few_rows_matmul(*call.args, launch=launch)
+    x, _, scales, _ = call.args
+    return few_rows_matmul(*call.args, launch=launch, tile=int4.few_rows_tile(x.shape[0], int(scales.shape[1]), units))
 
 
-int4_ops.define("w4a16_few_rows", lambda *args: _run_gluon(ForeignCall.of(*args), lambda kernel: kernel))
+def _few_rows(x: Tensor, *weights: Tensor | None) -> Tensor:
+    return _run_gluon(device_profile(x.device).compute_units, ForeignCall.of(x, *weights), lambda kernel: kernel)
+
+
+int4_ops.define("w4a16_few_rows", _few_rows)
 
 
 def _run_triton(shared: int | None, call: ForeignCall, launch: Launcher) -> object:

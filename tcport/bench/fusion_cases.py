@@ -31,8 +31,9 @@ LARGER = (32, 64, 256, 4096)
 def fusions() -> list[Fusion]:
     """All comparisons, in the order in which they are printed."""
     products = [int4_matmul(rows, 4096, width) for width in (4096, 14336) for rows in (*BATCHES, *LARGER)]
+    products += [int4_matmul(rows, 14336, 4096) for rows in (*BATCHES, int4.MOST_ROWS)]
     norms = [norm_quantise(16384, 4096, by_row) for by_row in (False, True)]
-    return [rope_write(64), rope_write(8192), *products, *norms]
+    return [*map(rope_write, (64, 512, 8192)), *products, *norms]
 
 
 def first_kernel(operator: Operator, arguments: Callable[[Any], tuple[Any, ...]]) -> Callable[[Any], Any]:
