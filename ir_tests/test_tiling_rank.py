@@ -86,9 +86,37 @@ def test_parts_of_a_batch_fill_the_device_once_or_twice(sequences, resident, par
     assert tile.parts_each(sequences, sequences, 256) == (2 if parts != 3 else 3)
 
 
+@pytest.mark.parametrize(
+    ("sequences", "kv_dtype", "parts"), [(64, "float8_e4m3fn", 4), (64, "int8", 4), (40, "int8", 3)]
+)
+def test_parts_of_8_bit_keys_fill_the_device_twice_where_two_of_each_fill_it(sequences, kv_dtype, parts):
+    """By hand: 9 x 132 CTAs are resident, 1188; 64 x 8 pairs have two each in them, and four in twice as many."""
+    problem = problem_of(decode_spec(batch=sequences, kv_dtype=kv_dtype))
+    assert part_count(problem, 16, 32, units=132, resident=9) == parts
+
+
 def test_a_tile_for_open_numbers_of_tokens_suits_drafts_too():
     """On an H200, 64 sequences of 8192 keys and 4 tokens took 504 us with 64 rows a tile, and 705 us with 128."""
     assert rank_tiles(opened(decode_spec(tokens=256)), H200).configs[0].block_m == 64
+
+
+def test_open_numbers_of_tokens_at_256_dims_leave_no_warpgroup_alone_on_its_unit():
+    """On an H200, in us: 64x32 w4 st3, of which one fits a unit, 340 for a prompt of 2048 and 168 for 16 drafts of 4.
+
+    With two stages, of which two fit: 259 and 154. 128x32 w8 st3: 205 and 194.
+    """
+    first = rank_tiles(opened(decode_spec(dim_qk=256, dim_v=256, tokens=256)), H200).configs[0]
+    assert str(first.uncut) in ("64x32 w4 st2", "128x32 w8 st3")
+
+
+def test_among_tiles_of_equal_cost_one_without_splits_goes_first():
+    """On an H200 16 drafts of 4 tokens on 4096 keys of 256 dims took 128 us with 16x64 w4 st3, and 179 us with the
+    tile of equal cost 16x32 w2 st3 in three splits, which a merge of its own follows.
+    """
+    device = H200.replace(clock_hz=1.98e9, memory_bandwidth=4.917e12, matrix_flops=1.0705e15)  # as its driver says
+    ranking = rank_tiles(decode_spec(dim_qk=256, dim_v=256, batch=16, context=4096, tokens=64), device)
+    assert str(ranking.configs[0]) == "16x64 w4 st3"
+    assert "16x32 w2 st3 splits 3" in map(str, ranking.configs[1:4])
 
 
 def test_a_forced_number_of_splits_is_kept():

@@ -37,7 +37,8 @@ from tcport.tiling.problem import Problem
 
 UNITS, RESIDENT, BLOCKS, SPLITS, KEYS = size("units"), size("resident"), size("blocks"), size("splits"), size("keys")
 BANDWIDTH, RUN, FLOPS, CLOCK = size("bandwidth"), size("run_bytes"), size("flops"), size("clock")
-RESULTS, READERS, LONGEST, BY_WARP = size("result_bytes"), size("readers"), size("longest"), size("by_warp")
+RESULTS, READERS, LONGEST = size("result_bytes"), size("readers"), size("longest")
+BY_WARP, BY_GROUP = size("by_warp"), size("by_group")
 
 CONSTANTS: dict[str, float] = {
     "latency": 1.14e-6, "launch": 0.0879e-6, "start": 0.0685e-6,
@@ -124,9 +125,11 @@ def cost_model() -> CostModel:
     slots = term("slots", TILE_CYCLES + logits + share * (1 + ACROSS * (1 - 1 / SPREAD)), "cycles")
     issue = term("issue", WARPS * slots / 4 / CLOCK, "s")
     # What a CTA waits for by itself: its softmax stands between its products. Three stages hide what there is to hide,
-    # as page ids are loaded a tile ahead.
+    # as page ids are loaded a tile ahead. A group of four warps that has its unit to itself waits for its products one
+    # by one, while another group would multiply.
     exchange = EXCHANGE_CYCLES * log(SPREAD, 2) + SYNC_CYCLES * (WARPS - 1)
-    own = term("t_own", products / Min(1, WARPS / 4) + (exchange + logits) / CLOCK, "s")
+    rate = Min(1, WARPS / 4, WARPS * RESIDENT / (4 + 4 * BY_GROUP))
+    own = term("t_own", products / rate + (exchange + logits) / CLOCK, "s")
     bare = term("unhidden", Max(0, 3 - STAGES) / 2)
     alone = term("t_alone", Max(own + LATENCY * bare, LATENCY / Max(1, Min(3, STAGES) - 1)), "s")
 
@@ -176,13 +179,15 @@ def cost_values(
     flops = profile.matrix_flops or units * clock * 512
     if vector_products(profile, problem):
         flops = units * clock * 2 * _LANES
+    unit = matrix_unit(profile, config, problem)
     grouped = profile.mma_atom in ("wgmma", "tcgen05")
     return CONSTANTS | {
         "units": units,
         "resident": resident_ctas(limits, demand),
         "blocks": blocks * problem.num_kv_heads * head_blocks,
         "keys": keys,
-        "by_warp": int(grouped and matrix_unit(profile, config, problem) == "mma"),
+        "by_warp": int(grouped and unit == "mma"),
+        "by_group": int(unit == "wgmma"),
         "longest": problem.max_context,
         "readers": readers,
         "bandwidth": bandwidth,

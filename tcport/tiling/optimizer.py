@@ -179,8 +179,13 @@ def _candidates(problem: Problem, profile: DeviceProfile) -> Iterator[TileConfig
 
 
 def _order(config: TileConfig) -> tuple[int, ...]:
-    """Breaks ties between equal costs: three stages (fewer hide less, more hide no more), fewer warps, larger tiles."""
-    return (abs(config.num_stages - 3), config.num_warps, -config.block_n, config.block_m)
+    """Breaks ties between equal costs.
+
+    No splits (they need memory and a second kernel), three stages (fewer hide less, more hide no more), fewer warps,
+    larger tiles.
+    """
+    cut = config.num_splits != 1 or config.parts != 0
+    return (int(cut), abs(config.num_stages - 3), config.num_warps, -config.block_n, config.block_m)
 
 
 def _cpu_ranking(problem: Problem, limits: Limits, profile: DeviceProfile, forced_splits: int | None) -> Ranking:

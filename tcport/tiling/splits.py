@@ -51,6 +51,9 @@ def part_count(problem: Problem, block_m: int, block_n: int, units: int, residen
     As many as make five CTAs per unit, and three of a sequence at least, so that uneven lengths come out even; but no
     more than are resident at a time. A batch that fills more than half of that room with two of each gets what fills it
     twice: a second wave that is nearly empty costs as much as a full one. Measured on an H200 with 8 to 256 sequences.
+    Over 8-bit keys a batch that fills all of the room with two gets that too: a CTA waits for itself more than for
+    memory, so the longest parts gain nothing from what the short ones leave (64 uneven lengths: 214 us with two parts,
+    172 us with four).
     """
     blocks = problem.num_kv_heads * -(-problem.rows // block_m)
     work = blocks * (BATCH if problem.open_batch else problem.num_seqs)
@@ -58,7 +61,8 @@ def part_count(problem: Problem, block_m: int, block_n: int, units: int, residen
     wanted = _most(_LEAST_PARTS, _ceil_div(_CTAS_TO_BALANCE * units, work))
     room = _floor_div(resident * units, work)
     twice = _floor_div(2 * resident * units, work)
-    narrow = _least(1, _most(0, 2 - room))  # 1 where the room holds fewer than two of each, else 0
+    # 1 where the room holds fewer than two of each (of 8 bits: than three), else 0.
+    narrow = _least(1, _most(0, (3 if problem.quantised else 2) - room))
     return _most(2, _least(wanted, room, _floor_div(context, max(_KEYS_PER_PART, block_n))), narrow * twice)
 
 
