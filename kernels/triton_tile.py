@@ -58,8 +58,11 @@ def split_span(begin, end, split, num_splits, BLOCK_N: tl.constexpr):
     the rest of the batch.
     """
     tiles = tl.cdiv(tl.maximum(end - begin, 0), BLOCK_N)
-    first = (split.to(tl.int64) * tiles // num_splits).to(tl.int32)
-    last = ((split + 1).to(tl.int64) * tiles // num_splits).to(tl.int32)
+    # The first splits get the tiles that are left over: one division in 32 bits, which every program waits for.
+    each = tiles // num_splits
+    more = tiles - each * num_splits
+    first = split * each + tl.minimum(split, more)
+    last = first + each + (split < more).to(tl.int32)
     return begin + first * BLOCK_N, tl.minimum(begin + last * BLOCK_N, end)
 
 
@@ -170,7 +173,7 @@ def _attend_tiles(
     # Edges are a tile or two: buffers and a prologue for a pipeline would cost them more than it gives.
     for start in tl.range(begin, end, BLOCK_N, num_stages=1 if MASKED and mask_rows is None else None):
         key = start + tl.arange(0, BLOCK_N)
-        slot = key % PAGE_SIZE
+        slot = key.to(tl.uint32) % PAGE_SIZE  # unsigned: a shift and a mask, without a correction for the sign
         inside = (key < keys_end) if MASKED else None
 
         key_tile = _load_tile(keys, page, slot, inside, 0, DIM_QK, BLOCK_MAIN, K_FORMAT, query_main.dtype)
@@ -221,7 +224,12 @@ def _attend_tiles(
 def _load_pages(table, key, keys_end, PAGE_SIZE: tl.constexpr):
     """Page id of each key position; positions from ``keys_end`` on read nothing and get page 0."""
     pointer, stride = table
-    return tl.load(pointer + (key // PAGE_SIZE).to(tl.int64) * stride, mask=key < keys_end, other=0).to(tl.int64)
+    column = (key.to(tl.uint32) // PAGE_SIZE).to(tl.int64)
+    page = tl.load(pointer + column * stride, mask=key < keys_end, other=0)
+    # No page id is negative. Where that is known, a product with a stride of 64 bits takes two instructions, not three.
+    if page.dtype == tl.int32:
+        page = page.to(tl.uint32, bitcast=True)
+    return page.to(tl.int64)
 
 
 @triton.jit
@@ -242,8 +250,9 @@ def _load_tile(
     and 0 times NaN would reach the output.
     """
     dim = FIRST + tl.arange(0, BLOCK)
-    token = cache[0] + page * cache[1] + slot.to(tl.int64) * cache[2]
-    pointers = token[:, None] + dim[None, :].to(tl.int64) * cache[3]
+    # The part of a thread's dims stays the same from tile to tile; that of its rows serves K and V.
+    row = page * cache[1] + slot.to(tl.int64) * cache[2]
+    pointers = (cache[0] + dim.to(tl.int64) * cache[3])[None, :] + row[:, None]
     if inside is not None:
         if FIRST + BLOCK > DIM:
             tile = tl.load(pointers, mask=inside[:, None] & (dim < DIM)[None, :], other=0)
