@@ -11,6 +11,7 @@ from tcport.ir import TileConfig
 from tcport.kernels.call import AttentionCall
 from tcport.kernels.target import converts_e4m3
 
+_DIMS_IN_PAIRS = 128  # with fewer, ptxas 12.8 makes wrong code of the products of half as many (docs/measurements.md)
 _FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
 
 
@@ -72,6 +73,8 @@ def attention_arguments(call: AttentionCall, config: TileConfig) -> dict[str, An
         "V_TOKEN_SCALE": call.v_scale is not None and call.v_scale.dim() == 3,
         "CAUSAL": call.causal,
         "FP32": _needs_fp32(query.dtype, k.dtype, v.dtype),
+        "FP16": fits_fp16(call),
+        "V_PAIRS": reads_pairs(call),
     }
 
 
@@ -135,6 +138,26 @@ def _equal_row_strides(k: Tensor, v: Tensor) -> bool:
     """Whether K and V have known and equal page, token and dim strides."""
     pairs = [(k.stride(i), v.stride(i)) for i in (0, 1, 3)]
     return all(isinstance(a, int) and isinstance(b, int) and a == b for a, b in pairs)
+
+
+def fits_fp16(call: AttentionCall) -> bool:
+    """Whether the products of a bf16 query are taken in fp16: 8-bit values are exact there, and bf16 is further away.
+
+    The query's rows are scaled to fit. A scale per token of V is not: it multiplies the weights of the softmax.
+    """
+    exact = all(c.dtype.itemsize == 1 and c.dtype != torch.float8_e5m2fnuz for c in (call.k_cache, call.v_cache))
+    scaled = call.v_scale is not None and call.v_scale.dim() == 3
+    return exact and not scaled and call.query.dtype == torch.bfloat16
+
+
+def reads_pairs(call: AttentionCall) -> bool:
+    """Whether 8-bit values are read as words of two: their dims lie in such, and half of them fill a matrix unit."""
+    v = call.v_cache
+    if v.dtype.itemsize > 1 or call.query.dtype.itemsize > 2 or call.cu_seqlens_q is not None or call.v_is_view_of_k:
+        return False
+    dim, steps = int(v.shape[3]), (v.storage_offset(), *v.stride()[:3])
+    even = all(isinstance(step, int) and step % 2 == 0 for step in (dim, *steps))
+    return even and v.stride(3) == 1 and padded(dim) >= _DIMS_IN_PAIRS
 
 
 def _needs_fp32(query: torch.dtype, *caches: torch.dtype) -> bool:

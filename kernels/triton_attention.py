@@ -17,7 +17,17 @@ import triton
 import triton.language as tl
 
 from tcport.kernels.triton_parts import part_length, parts_of, visible_tiles
-from tcport.kernels.triton_tile import LN2, LOG2E, attend, finish, load_query, main_span, split_span, visible_range
+from tcport.kernels.triton_tile import (
+    LN2,
+    LOG2E,
+    attend,
+    finish,
+    load_query,
+    main_span,
+    split_span,
+    to_fp16,
+    visible_range,
+)
 
 _SEGMENTS_AT_ONCE = tl.constexpr(256)
 _LENGTHS_AT_ONCE = tl.constexpr(128)
@@ -102,6 +112,8 @@ def paged_attention_kernel(
     V_TOKEN_SCALE: tl.constexpr,
     CAUSAL: tl.constexpr,
     FP32: tl.constexpr,
+    FP16: tl.constexpr,
+    V_PAIRS: tl.constexpr,
 ):
     """One block of rows, one split of the keys; see the module. None stands for an option that is not used.
 
@@ -249,9 +261,16 @@ def paged_attention_kernel(
     query_tile = (load_query(query_rows, query_stride_dim, valid, 0, DIM_QK, BLOCK_MAIN, FP32),)
     if BLOCK_REST > 0:
         query_tile += (load_query(query_rows, query_stride_dim, valid, BLOCK_MAIN, DIM_QK, BLOCK_REST, FP32),)
+    if FP16:
+        query_tile, row_scale = to_fp16(query_tile)
+        scale = scale * row_scale[:, None]
+    carry = (tl.zeros([BLOCK_M, BLOCK_V], tl.float32), denominator, maximum)
+    if V_PAIRS:
+        half = tl.zeros([BLOCK_M, BLOCK_V // 2], tl.float32)
+        carry = (half, denominator, maximum, half)
     result, log_sum = finish(
         attend(
-            (tl.zeros([BLOCK_M, BLOCK_V], tl.float32), denominator, maximum),
+            carry,
             query_tile,
             (row_begin, row_end, position, alibi_slopes, mask),
             keys,

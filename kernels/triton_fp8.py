@@ -38,6 +38,31 @@ def decode(bits, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def decode_pairs(words, FORMAT: tl.constexpr):
+    """The values of the low and of the high bytes of uint16 ``words``, each as :func:`decode` gives them."""
+    if FORMAT == "float8_e4m3fn in hardware":
+        # Two words at a time, as the conversion takes two bytes that lie together: one permutation of bytes sorts them.
+        low, high = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 sorted;
+            .reg .b16 lows, highs;
+            prmt.b32 sorted, $2, 0, 0x3120;
+            mov.b32 {lows, highs}, sorted;
+            cvt.rn.f16x2.e4m3x2 $0, lows;
+            cvt.rn.f16x2.e4m3x2 $1, highs;
+            }""",
+            "=r,=r,r",
+            [words],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        low, high = decode((words & 0xFF).to(tl.uint8), FORMAT), decode((words >> 8).to(tl.uint8), FORMAT)
+    return low, high
+
+
+@triton.jit
 def encode(x, FORMAT: tl.constexpr):
     """fp32 ``x`` rounded to nearest even and saturated to the largest finite value, as uint8 bits; NaN stays NaN."""
     if FORMAT == "float8_e4m3fn":

@@ -8,7 +8,8 @@ causality, window, chunk, length and the width of an explicit mask only move its
 Softmax is the online one of FlashAttention (arXiv:2205.14135, algorithm 1) in base 2, which is what GPUs compute.
 
 Arguments travel in tuples:
-    carry: ``(accumulator [M, V], denominator [M], maximum [M])``, fp32.
+    carry: ``(accumulator [M, V], denominator [M], maximum [M])``, fp32; where values are read in pairs of dims, the
+        accumulator has the even ones, ``[M, V / 2]``, and the odd ones follow at the end.
     query: ``(main [M, D],)`` or ``(main [M, D], rest [M, D'])``: two powers of two where one would pad too much.
     rows: ``(first visible key [M], end [M], position [M], ALiBi slope [M] in base 2 or None, mask row pointers [M] or
         None)``.
@@ -25,7 +26,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tcport.kernels.triton_fp8 import decode
+from tcport.kernels.triton_fp8 import decode, decode_pairs
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -90,6 +91,20 @@ def load_query(
 
 
 @triton.jit
+def to_fp16(query):
+    """Query tiles ``[M, D]`` in fp16, and the powers of two ``[M]`` that their rows are divided by to fit into it."""
+    largest = tl.max(tl.abs(query[0].to(tl.float32)), 1)
+    if len(query) > 1:
+        largest = tl.maximum(largest, tl.max(tl.abs(query[1].to(tl.float32)), 1))
+    power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    power = tl.where(power == 0.0, 1.0, power)
+    tiles = ((query[0].to(tl.float32) / power[:, None]).to(tl.float16),)
+    if len(query) > 1:
+        tiles += ((query[1].to(tl.float32) / power[:, None]).to(tl.float16),)
+    return tiles, power
+
+
+@triton.jit
 def attend(
     carry,
     query,
@@ -132,7 +147,9 @@ def attend(
 @triton.jit
 def finish(carry):
     """Normalised output ``[M, V]`` and base-2 LSE ``[M]`` of a carry; 0 and -inf where nothing was visible."""
-    accumulator, denominator, maximum = carry
+    accumulator, denominator, maximum = carry[0], carry[1], carry[2]
+    if len(carry) > 3:
+        accumulator = tl.interleave(accumulator, carry[3])
     out = accumulator / tl.where(denominator > 0, denominator, 1.0)[:, None]
     return out, maximum + tl.log2(denominator)
 
@@ -163,7 +180,10 @@ def _attend_tiles(
 ):
     query_main = query[0]
     row_begin, row_end, position, slope, mask_rows = rows
-    accumulator, denominator, maximum = carry
+    accumulator, denominator, maximum = carry[0], carry[1], carry[2]
+    PAIRED: tl.constexpr = len(carry) > 3
+    if PAIRED:
+        odd = carry[3]
     BLOCK_MAIN: tl.constexpr = query_main.shape[1]
 
     # The page ids of a tile are loaded one tile ahead, so that the loads of K and V do not wait for them and the
@@ -185,6 +205,8 @@ def _attend_tiles(
             logits = tl.dot(query[1], tl.trans(rest_tile), logits, input_precision="ieee")
         if V_IS_K:
             value_tile = key_tile
+        elif PAIRED:
+            value_tile, odd_tile = _load_pairs(values, page, slot, inside, DIM_V, BLOCK_V, V_FORMAT, query_main.dtype)
         else:
             value_tile = _load_tile(values, page, slot, inside, 0, DIM_V, BLOCK_V, V_FORMAT, query_main.dtype)
 
@@ -213,11 +235,15 @@ def _attend_tiles(
         maximum = new_maximum
         if len(values) > 4:
             weights *= _load_scales(values, page, slot, inside)[None, :]
-        accumulator = tl.dot(
-            weights.to(value_tile.dtype), value_tile, accumulator * rescale[:, None], input_precision="ieee"
-        )
+        weights = weights.to(value_tile.dtype)
+        accumulator = tl.dot(weights, value_tile, accumulator * rescale[:, None], input_precision="ieee")
+        if PAIRED:
+            odd = tl.dot(weights, odd_tile, odd * rescale[:, None], input_precision="ieee")
         page = _load_pages(table, key + BLOCK_N, keys_end, PAGE_SIZE)
-    return accumulator, denominator, maximum
+    carry = (accumulator, denominator, maximum)
+    if PAIRED:
+        carry += (odd,)
+    return carry
 
 
 @triton.jit
@@ -265,6 +291,34 @@ def _load_tile(
     if FORMAT is not None:
         tile = decode(tile, FORMAT)
     return tile.to(dtype)
+
+
+@triton.jit
+def _load_pairs(
+    cache, page, slot, inside, DIM: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.constexpr
+):
+    """The even and the odd dims of the 8-bit values at ``(page, slot)``: two tiles ``[N, BLOCK / 2]`` in ``dtype``.
+
+    As :func:`_load_tile`, but in words of two bytes. Values are multiplied by column: matrix units get words from
+    shared memory in that order at once, and bytes one by one.
+    """
+    pair = tl.arange(0, BLOCK // 2)
+    token = cache[0] + page * cache[1] + slot.to(tl.int64) * cache[2]
+    pointers = token.to(tl.pointer_type(tl.uint16), bitcast=True)[:, None] + pair[None, :]
+    if inside is not None:
+        if BLOCK > DIM:
+            words = tl.load(pointers, mask=inside[:, None] & (pair < DIM // 2)[None, :], other=0)
+        else:
+            words = tl.load(pointers, mask=inside[:, None], other=0)
+    elif BLOCK > DIM:
+        words = tl.load(pointers, mask=(pair < DIM // 2)[None, :], other=0)
+    else:
+        words = tl.load(pointers)
+    if FORMAT is None:
+        even, odd = words.to(tl.uint8).to(tl.int8, bitcast=True), words.to(tl.int16, bitcast=True) >> 8
+    else:
+        even, odd = decode_pairs(words, FORMAT)
+    return even.to(dtype), odd.to(dtype)
 
 
 @triton.jit
