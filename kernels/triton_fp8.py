@@ -20,6 +20,9 @@ def decode(bits, FORMAT: tl.constexpr):
     """The values of uint8 ``bits`` as fp16 (fp32 for e5m2fnuz, which reaches past fp16's exponents); exact."""
     if FORMAT == "float8_e4m3fn in hardware":
         value = bits.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    elif FORMAT == "int8":
+        # 1024 + 128 + the number, whose last bits are those of the number with its sign turned over.
+        value = (bits.to(tl.uint16) ^ 0x6480).to(tl.float16, bitcast=True) - 1152.0
     elif FORMAT == "float8_e5m2":
         value = (bits.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
     elif FORMAT == "float8_e5m2fnuz":

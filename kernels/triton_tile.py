@@ -290,6 +290,8 @@ def _load_tile(
         tile = tl.load(pointers)
     if FORMAT is not None:
         tile = decode(tile, FORMAT)
+    elif tile.dtype == tl.int8 and dtype == tl.float16:
+        tile = decode(tile.to(tl.uint8, bitcast=True), "int8")
     return tile.to(dtype)
 
 
@@ -314,7 +316,9 @@ def _load_pairs(
         words = tl.load(pointers, mask=(pair < DIM // 2)[None, :], other=0)
     else:
         words = tl.load(pointers)
-    if FORMAT is None:
+    if FORMAT is None and dtype == tl.float16:
+        even, odd = decode_pairs(words, "int8")
+    elif FORMAT is None:
         even, odd = words.to(tl.uint8).to(tl.int8, bitcast=True), words.to(tl.int16, bitcast=True) >> 8
     else:
         even, odd = decode_pairs(words, FORMAT)
