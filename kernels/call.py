@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 Launcher = Callable[[Any], Any]
@@ -13,6 +14,11 @@ Launcher = Callable[[Any], Any]
 
 Eager code passes the identity; code that is being traced passes ``torch.library.wrap_triton``.
 """
+
+
+def is_traced(launch: Launcher) -> bool:
+    """Whether launches become nodes of a graph: kernel, grid, arguments, warps and stages, and no other option."""
+    return launch is torch.library.wrap_triton or getattr(launch, "traced", False)
 
 
 _FAR = 2**30  # a window or chunk beyond any length; keeps the arithmetic of int32 positions within 32 bits

@@ -39,6 +39,16 @@ def converts_e4m3(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
+def overlaps_launches(device: torch.device) -> bool:
+    """Whether a kernel can be launched before the one it waits for has ended: NVIDIA from compute capability 9.0 on."""
+    target = _named.get()
+    if target is not None:
+        return target.backend == "cuda" and int(target.arch) >= 90
+    if device.type != "cuda" or torch.version.cuda is None or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 class _AbsentDevice:
     """The answers that a compile wants from Triton's driver."""
 

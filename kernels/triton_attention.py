@@ -114,12 +114,16 @@ def paged_attention_kernel(
     FP32: tl.constexpr,
     FP16: tl.constexpr,
     V_PAIRS: tl.constexpr,
+    MERGED: tl.constexpr,
 ):
     """One block of rows, one split of the keys; see the module. None stands for an option that is not used.
 
     Args:
         num_splits: of every sequence; with ``parts``, the most of all sequences, of which there are no more.
+        MERGED: the merge is launched as soon as all programs have begun; see :mod:`tcport.kernels.triton_combine`.
     """
+    if MERGED:
+        tl.extra.cuda.gdc_launch_dependents()
     HEAD_BLOCKS: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
     HEADS: tl.constexpr = GROUP if HEAD_BLOCKS == 1 else BLOCK_M
     TOKENS: tl.constexpr = 1 if cu_seqlens_q is None else BLOCK_M // HEADS

@@ -1,4 +1,11 @@
-"""Merging the partial results of a split softmax (FlashAttention, arXiv:2205.14135, section 3.1)."""
+"""Merging the partial results of a split softmax (FlashAttention, arXiv:2205.14135, section 3.1).
+
+Where the GPU can, the merge is launched while the attention kernel runs (CUDA's programmatic dependent launch), so that
+its start is not waited for. Its programs touch no memory before all of the attention kernel has ended and its writes
+are visible (``griddepcontrol.wait``). No other two kernels overlap by that: the attention kernel is launched as any
+other, after all before it; and what is launched behind the merge waits for the merge, of which every program has
+waited for the attention kernel. Scratch memory, lengths and caches may be written before and after as without it.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +28,7 @@ def combine(
     num_warps: int,
     launch: Launcher,
     parts: Tensor | None = None,
+    overlapped: bool = False,
 ) -> None:
     """Write the attention over all keys, from the results over each split of them.
 
@@ -29,6 +37,7 @@ def combine(
             ``Hq`` heads as there are parts.
         out: ``[T, Hq, Dv]``, contiguous, written. lse: ``[T, Hq]`` fp32, contiguous, written; None: not wanted.
         parts: ``[T, 2]`` int32: each token's first part and its number of parts; a token of one part is left as it is.
+        overlapped: the attention kernel before it was launched with ``MERGED``.
     """
     num_rows, v_dim = out.shape[0] * out.shape[1], int(out.shape[2])
     launch(combine_kernel)[(torch.sym_max(num_rows, 1),)](
@@ -43,7 +52,9 @@ def combine(
         DIM_V=v_dim,
         BLOCK_V=triton.next_power_of_2(v_dim),
         BLOCK_S=_SPLITS_AT_ONCE,
+        OVERLAPPED=overlapped,
         num_warps=num_warps,
+        **({"launch_pdl": True} if overlapped else {}),
     )
 
 
@@ -60,8 +71,11 @@ def combine_kernel(
     DIM_V: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
     """One (token, head) row; splits in blocks, so that their number may be anything."""
+    if OVERLAPPED:
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     if row >= num_rows:
         return

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from tcport.ir import FEW_KEYS, TileConfig
-from tcport.kernels.call import AttentionCall, Launcher
+from tcport.kernels.call import AttentionCall, Launcher, is_traced
+from tcport.kernels.target import overlaps_launches
 from tcport.kernels.triton_arguments import attention_arguments, head_blocks
 from tcport.kernels.triton_attention import paged_attention_kernel
 from tcport.kernels.triton_combine import combine
@@ -32,6 +33,8 @@ def attend_in_splits(
     num_kv_heads, v_dim = int(call.v_cache.shape[2]), int(call.v_cache.shape[3])
     out, lse, wanted_lse = _results(call)
     splits = number_of_splits(call, config)
+    whole = isinstance(splits, int) and splits == 1
+    overlapped = not whole and _overlaps(call, launch)
 
     def attend(target: Tensor, target_lse: Tensor | None) -> None:
         launch(paged_attention_kernel)[(blocks * num_kv_heads, splits)](
@@ -44,11 +47,12 @@ def attend_in_splits(
             num_seqs=call.seq_lens.shape[0],
             num_tokens=num_tokens,
             num_splits=splits,
+            MERGED=overlapped,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
 
-    if isinstance(splits, int) and splits == 1:
+    if whole:
         attend(out, wanted_lse)
         return out, lse
     # Flat, because a dimension that is a symbolic number of splits would guard the traced graph on its being 1.
@@ -56,7 +60,7 @@ def attend_in_splits(
     partial_out = query.new_empty(rows * v_dim, dtype=torch.float32)
     partial_lse = query.new_empty(rows, dtype=torch.float32)
     attend(partial_out, partial_lse)
-    combine(partial_out, partial_lse, splits, out, wanted_lse, config.num_warps, launch)
+    combine(partial_out, partial_lse, splits, out, wanted_lse, config.num_warps, launch, overlapped=overlapped)
     return out, lse
 
 
@@ -72,6 +76,7 @@ def attend_in_parts(
     part_out = query.new_empty(most * num_heads * v_dim, dtype=torch.float32)
     part_lse = query.new_empty(most * num_heads, dtype=torch.float32)
     parts = query.new_empty(num_seqs * 2, dtype=torch.int32)
+    overlapped = _overlaps(call, launch)
     launch(paged_attention_kernel)[(most * head_blocks(call, config) * num_kv_heads, 1)](
         **attention_arguments(call, config),
         out=out,
@@ -82,10 +87,11 @@ def attend_in_parts(
         num_seqs=num_seqs,
         num_tokens=num_tokens,
         num_splits=most,
+        MERGED=overlapped,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    combine(part_out, part_lse, most, out, wanted_lse, config.num_warps, launch, parts)
+    combine(part_out, part_lse, most, out, wanted_lse, config.num_warps, launch, parts, overlapped)
     return out, lse
 
 
@@ -129,3 +135,8 @@ def number_of_splits(call: AttentionCall, config: TileConfig) -> int | torch.Sym
     context = call.block_table.shape[1] * int(call.k_cache.shape[1])
     splits = config.splits(call.seq_lens.shape[0], call.query.shape[0], context)
     return splits if isinstance(splits, int) or call.cu_seqlens_q is None else 1
+
+
+def _overlaps(call: AttentionCall, launch: Launcher) -> bool:
+    """Whether the merge is launched while the attention kernel runs. Inductor launches one kernel after the other."""
+    return not is_traced(launch) and overlaps_launches(call.query.device)

@@ -15,7 +15,7 @@ from tcport.bundle.store import bundles, named_folders
 from tcport.device import DeviceProfile, device_profile
 from tcport.errors import BundleError, NoCandidateError, NoTileError
 from tcport.ir import AttentionSpec, TileConfig
-from tcport.kernels.call import AttentionCall, Launcher, WriteCall
+from tcport.kernels.call import AttentionCall, Launcher, WriteCall, is_traced
 from tcport.lowering.candidate import Candidate, Verdict
 from tcport.lowering.registry import Answer, generation, register_lowering, select
 from tcport.lowering.spec import WriteSpec, attention_spec, opened, write_spec
@@ -83,7 +83,7 @@ def _runner(name: str, config: TileConfig, launcher: Launcher) -> Callable[[Any,
     tile = str(config.uncut)
 
     def run(call: AttentionCall | WriteCall, launch: Launcher) -> Any:
-        if launch is torch.library.wrap_triton or getattr(launch, "traced", False):
+        if is_traced(launch):
             return _call_twin(name, call, tile)
         return _entry(call)(call, launch=launcher, config=config)
 

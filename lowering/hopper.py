@@ -16,7 +16,7 @@ from tcport.fingerprint import triton_version
 from tcport.inference_only import forbid_backward
 from tcport.ir import AttentionSpec, KVLayout, TileConfig
 from tcport.kernels import hopper_prefill
-from tcport.kernels.call import AttentionCall, Launcher
+from tcport.kernels.call import AttentionCall, Launcher, is_traced
 from tcport.lowering.candidate import Candidate, Terms, Verdict
 from tcport.lowering.registry import Answer, register_lowering
 from tcport.tiling.hopper import hopper_tiles_of, rank_hopper_tiles
@@ -48,7 +48,7 @@ def hopper_attention(spec: AttentionSpec, profile: DeviceProfile) -> Answer:
         return Verdict.no(why)
 
     def run(call: AttentionCall, launch: Launcher) -> tuple[Tensor, Tensor]:
-        if launch is torch.library.wrap_triton or getattr(launch, "traced", False):
+        if is_traced(launch):
             return _call_twin(call, getattr(launch, "terms", Terms()))
         return hopper_prefill.hopper_prefill(call, tile, launch)
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-
-from tcport.kernels.call import Launcher
+from tcport.kernels.call import Launcher, is_traced
 
 
 def with_options(launch: Launcher, options: Mapping[str, Any]) -> Launcher:
@@ -18,8 +16,17 @@ def with_options(launch: Launcher, options: Mapping[str, Any]) -> Launcher:
     """
     if not options:
         return launch
-    traced = launch is torch.library.wrap_triton or getattr(launch, "traced", False)
-    return lambda kernel: _Optioned(launch, kernel, dict(options), traced)
+    return _OptionedLauncher(launch, dict(options))
+
+
+class _OptionedLauncher:
+    def __init__(self, launch: Launcher, options: dict[str, Any]) -> None:
+        self._launch = launch
+        self._options = options
+        self.traced = is_traced(launch)
+
+    def __call__(self, kernel: Any) -> _Optioned:
+        return _Optioned(self._launch, kernel, self._options, self.traced)
 
 
 class _Optioned:
