@@ -7,11 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tcport.ir import TileConfig
+from tcport.ir import DIMS_IN_PAIRS, TileConfig
 from tcport.kernels.call import AttentionCall
 from tcport.kernels.target import converts_e4m3
 
-_DIMS_IN_PAIRS = 128  # with fewer, ptxas 12.8 makes wrong code of the products of half as many (docs/measurements.md)
 _FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
 
 
@@ -151,13 +150,13 @@ def fits_fp16(call: AttentionCall) -> bool:
 
 
 def reads_pairs(call: AttentionCall) -> bool:
-    """Whether 8-bit values are read as words of two: their dims lie in such, and half of them fill a matrix unit."""
+    """Whether 8-bit values are read as words of two dims (:data:`tcport.ir.DIMS_IN_PAIRS`): they have to lie so."""
     v = call.v_cache
     if v.dtype.itemsize > 1 or call.query.dtype.itemsize > 2 or call.cu_seqlens_q is not None or call.v_is_view_of_k:
         return False
     dim, steps = int(v.shape[3]), (v.storage_offset(), *v.stride()[:3])
     even = all(isinstance(step, int) and step % 2 == 0 for step in (dim, *steps))
-    return even and v.stride(3) == 1 and padded(dim) >= _DIMS_IN_PAIRS
+    return even and v.stride(3) == 1 and padded(dim) >= DIMS_IN_PAIRS
 
 
 def _needs_fp32(query: torch.dtype, *caches: torch.dtype) -> bool:

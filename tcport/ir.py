@@ -19,6 +19,12 @@ BATCH, TOKENS, CONTEXT = (sympy.Symbol(name, integer=True, positive=True) for na
 FEW_KEYS = 1024
 """Keys of the widest block table up to which a batch is not cut by its lengths, whatever :class:`TileConfig` says."""
 
+DIMS_IN_PAIRS = 128
+"""Padded head dim of 8-bit values from which decode reads their dims in pairs: each half fills a matrix unit.
+
+With fewer, ptxas 12.8 makes wrong code of products with half as many columns (docs/measurements.md).
+"""
+
 IntLike = TypeVar("IntLike", int, torch.SymInt)
 
 

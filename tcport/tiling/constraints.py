@@ -21,7 +21,8 @@ from tcport.tiling.problem import Problem
 
 BM, BN, WARPS, STAGES = size("block_m"), size("block_n"), size("warps"), size("stages")
 DIM_QK, DIM_V, QUERY_BYTES, KV_BYTES = size("dim_qk"), size("dim_v"), size("query_bytes"), size("kv_bytes")
-WARP_WIDTH, V_TILES, QUANTISED = size("warp_width"), size("v_tiles"), size("quantised")
+WARP_WIDTH, V_TILES = size("warp_width"), size("v_tiles")
+QUANTISED, BYTEWISE = size("quantised"), size("bytewise")
 MASK, SCALES = size("mask"), size("scales")
 SPREAD = Max(1, 16 * WARPS / BM)
 """Warps that share the columns of one block of rows; 1 when every warp has rows of its own."""
@@ -141,7 +142,7 @@ def registers(unit: str) -> Formula:
     Live across the loop: the accumulator, the query operand, logits and weights. In the loop: a key or value operand,
     half of which is live on average, and 64-bit addresses of 16-byte pieces. Warps beyond those that cover the rows
     share an operand's columns, except in ``wmma``, where every warp holds the whole operand, each half-wave a copy.
-    A quantised element is unpacked to 32 bits; an element of an explicit mask has a 64-bit address.
+    A quantised element that is unpacked by itself takes 32 bits; an element of an explicit mask has a 64-bit address.
     """
     threads = WARPS * WARP_WIDTH
     widest = Max(DIM_QK, V_TILES * DIM_V)
@@ -151,7 +152,7 @@ def registers(unit: str) -> Formula:
     if unit == "wgmma":
         return Formula("registers of a thread", Min(DIM_V, 128) / 4 + (held + addresses) / threads * Rational(13, 10))
     held += BM * DIM_QK * QUERY_BYTES / 4
-    unpacked = QUANTISED * BN * widest
+    unpacked = BYTEWISE * BN * widest
     if unit == "wmma":
         return Formula("registers of a thread", 40 + held / threads + words * 5 / 2 / 16 + unpacked / threads)
     operand = words / 2 / (WARP_WIDTH * SPREAD)
@@ -174,6 +175,7 @@ def tile_values(config: TileConfig, problem: Problem, limits: Limits) -> dict[st
         "kv_bytes": problem.kv_bytes,
         "v_tiles": 0 if problem.v_is_view_of_k else 1,
         "quantised": int(problem.quantised),
+        "bytewise": int(problem.bytewise),
         "mask": int(problem.mask),
         "scales": int(problem.scales),
         "warp_width": limits.warp_width,

@@ -7,7 +7,7 @@ import dataclasses
 import sympy
 
 from tcport.errors import ArgumentError
-from tcport.ir import AttentionSpec, Dim
+from tcport.ir import DIMS_IN_PAIRS, AttentionSpec, Dim
 
 MAX_HEAD_DIM = 1024
 
@@ -27,6 +27,7 @@ class Problem:
         dim_qk, dim_v: head dims as tiles span them, in powers of two.
         query_bytes: bytes of one element of the dtype that products are taken in.
         kv_bytes: bytes of one element of the cache.
+        bytewise: quantised elements are unpacked one by one, not in pairs.
         run_bytes: bytes of one KV head that lie together in memory: a token's, or a page's in a head-major cache.
         open_batch, open_tokens, open_context: the size is symbolic, and its number is nominal.
     """
@@ -39,6 +40,7 @@ class Problem:
     kv_bytes: int
     run_bytes: int
     quantised: bool
+    bytewise: bool
     mask: bool
     scales: bool
     bf16: bool
@@ -91,6 +93,7 @@ def problem_of(spec: AttentionSpec) -> Problem:
     # A batch-invariant call must get one tile and one split count whatever its batch: it never sees the sizes.
     blind = spec.batch_invariant
     num_seqs = _number(spec.num_seqs, NOMINAL_SEQS, blind)
+    in_pairs = spec.form == "decode" and dim_v >= DIMS_IN_PAIRS and not spec.v_is_view_of_k and query_bytes <= 2
     per_seq = 1 if spec.form == "decode" else NOMINAL_TOKENS_PER_SEQ
     return Problem(
         kernel="decode" if spec.form == "decode" else "prefill",
@@ -102,6 +105,7 @@ def problem_of(spec: AttentionSpec) -> Problem:
         kv_bytes=kv_bytes,
         run_bytes=page_run * spec.head_dim_qk * kv_bytes,
         quantised=kv_bytes == 1,
+        bytewise=kv_bytes == 1 and not in_pairs,
         mask=spec.mask,
         scales=spec.kv_scales,
         bf16="bfloat16" in (spec.query_dtype.removeprefix("torch."), spec.kv_dtype.removeprefix("torch.")),
