@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -31,6 +32,9 @@ MLA = dataclasses.replace(DECODE, heads=(16, 1), dims=(576, 512), layout="mla")
 EVERYTHING = {"window": 40, "chunk": 24, "softcap": 5.0, "alibi_slopes": True, "sinks": True, "mask": 50}
 SOFT_WINDOW = dataclasses.replace(VARLEN, dims=(80, 80)).with_options(window=100, softcap=5.0)
 QUANTISED = dataclasses.replace(DECODE, kv_dtype=torch.float8_e4m3fn, scales="token", dims=(96, 64), heads=(10, 2))
+LONG = dataclasses.replace(DECODE, lens=(1100, 30))
+BROAD = TileConfig(16, 64, 4, 1)
+IN_PAIRS = dataclasses.replace(QUANTISED, dims=(96, 128), scales="head")
 FP16, FP32 = (dataclasses.replace(DECODE, dtype=dtype) for dtype in (torch.float16, torch.float32))
 
 ATTENTION: dict[str, tuple[Case, TileConfig, str]] = {
@@ -57,8 +61,18 @@ def checks() -> dict[str, Callable[[], None]]:
     for dtype in FP8:
         case = dataclasses.replace(QUANTISED, kv_dtype=dtype, scales="head")
         table[f"decode, {dtype}"] = functools.partial(attention, case, TileConfig(16, 32, 4, 1), "sm_86")
+        case = dataclasses.replace(IN_PAIRS, kv_dtype=dtype)
+        table[f"decode in pairs, {dtype}"] = functools.partial(attention, case, TileConfig(16, 32, 2, 2), "sm_80")
+        table[f"decode in pairs, {dtype}, gfx942"] = functools.partial(attention, case, BROAD, "gfx942")
     table["fp8 conversion"] = the_hardware_converts_where_it_can
-    for name, case in {"decode": DECODE, "everything": VARLEN.with_options(**EVERYTHING), "mla": MLA}.items():
+    table["no value comes by the byte"] = no_value_comes_by_the_byte
+    table["the merge waits for what it merges"] = the_merge_waits_for_what_it_merges
+    for name, case in {
+        "decode": DECODE,
+        "everything": VARLEN.with_options(**EVERYTHING),
+        "mla": MLA,
+        "in pairs": IN_PAIRS,
+    }.items():
         table[f"mutations, {name}"] = functools.partial(only_the_results_are_mutated, case)
     return table
 
@@ -86,6 +100,28 @@ def the_hardware_converts_where_it_can() -> None:
         assert ("cvt.rn.f16x2.e4m3x2" in compile_launch(launch, target).asm["ptx"]) == (arch >= 89)
 
 
+def no_value_comes_by_the_byte() -> None:
+    """From shared memory to a matrix unit: neither values, by column, nor keys."""
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8):
+        (attend,) = _ptx(90, dataclasses.replace(IN_PAIRS, kv_dtype=dtype), TileConfig(16, 32, 1, 3))
+        assert "ldmatrix" in attend
+        assert not re.search(r"ld\.shared\.[bus]8", attend)
+
+
+def the_merge_waits_for_what_it_merges() -> None:
+    """``griddepcontrol.wait`` stands before all reads; PTX has it from sm_90 on."""
+    for splits in (TileConfig(16, 32, 4, 2, 3), TileConfig(16, 32, 4, 2, parts=3)):
+        attend, merge = _ptx(90, LONG, splits)
+        assert "griddepcontrol.launch_dependents" in attend
+        assert "griddepcontrol.wait" not in attend
+        before, after = merge.split("griddepcontrol.wait")
+        assert "ld.global" not in before
+        assert "st.global" not in before
+        assert "ld.global" in after
+    for arch, config, traced in ((80, splits, False), (90, splits, True), (90, TileConfig(16, 32, 4, 2), False)):
+        assert not any("griddepcontrol" in text for text in _ptx(arch, LONG, config, traced=traced))
+
+
 def only_the_results_are_mutated(case: Case) -> None:
     """What torch finds a kernel to mutate: an input among it would be cloned, or take a graph off CUDA graphs."""
     from torch._higher_order_ops import triton_kernel_wrap as wrap
@@ -98,7 +134,7 @@ def only_the_results_are_mutated(case: Case) -> None:
 
     entry = paged_decode if case.q_lens is None else paged_prefill
     with targeting(GPUTarget("cuda", 90, 32)):
-        for launch in record(entry, build(case), TileConfig(16, 32, 4, 2, 2)):
+        for launch in record(entry, build(case), TileConfig(16, 32, 4, 2, 2), traced=True):
             if hasattr(wrap, "identify_accessed_tensors"):
                 accesses = wrap.identify_accessed_tensors(launch.kernel, dict(launch.arguments), {})
                 written = {access.name for access in accesses.read_writes.writes}
@@ -117,6 +153,19 @@ def merge(target: str, dtype: torch.dtype) -> None:
     from tcport.kernels.triton_merge import merge_states
 
     _compile(target, merge_states, merge_problem(dtype)[0])
+
+
+def _ptx(arch: int, case: Case, config: TileConfig, *, traced: bool = False) -> list[str]:
+    from triton.backends.compiler import GPUTarget
+
+    from tcport.kernels.offline import compile_launch, record
+    from tcport.kernels.target import targeting
+    from tcport.kernels.triton_decode import paged_decode
+
+    target = GPUTarget("cuda", arch, 32)
+    with targeting(target):
+        launches = record(paged_decode, build(case), config, traced=traced)
+    return [compile_launch(launch, target).asm["ptx"] for launch in launches]
 
 
 def _compile(target: str, entry: Callable[..., object], *args: object) -> None:

@@ -1,7 +1,7 @@
 """Checks of the Triton kernels for Triton's interpreter; run by ``test_triton_interpreter.py`` in a process of its own.
 
-No bfloat16 here: the interpreter computes it wrongly. Tiles are large and problems small, because the interpreter pays
-per program and per tile.
+No products in bfloat16 here: the interpreter computes them wrongly. Tiles are large and problems small, because the
+interpreter pays per program and per tile.
 """
 
 from __future__ import annotations
@@ -59,6 +59,12 @@ def attention_cases() -> dict[str, tuple[Case, TileConfig, float]]:
     for dtype, scales in zip((torch.int8, *FP8), ("token", "tensor", "head", "token", "tensor"), strict=True):
         case = dataclasses.replace(DECODE, kv_dtype=dtype, scales=scales, dims=(24, 40))
         table[f"cache {dtype}"] = (case, NARROW, 1e-5)
+        # Values of 80 and more dims are read in pairs of dims.
+        case = dataclasses.replace(case, dtype=torch.float16, dims=(32, 80))
+        table[f"pairs, {dtype}"] = (dataclasses.replace(case, layout="HND"), NARROW, 1e-3)
+    for dtype, scales in ((torch.int8, "tensor"), (FP8[0], "none"), (FP8[1], "head")):
+        case = dataclasses.replace(DECODE, dtype=torch.bfloat16, kv_dtype=dtype, scales=scales, dims=(80, 128))
+        table[f"bf16 query, {dtype}"] = (case.with_options(sinks=True, softcap=4.0), NARROW, 4e-3)
     table["fp16"] = (dataclasses.replace(VARLEN, dtype=torch.float16), WIDE, 2e-3)
     table["fp16 over an fp32 cache"] = (
         dataclasses.replace(DECODE, dtype=torch.float16, kv_dtype=torch.float32), NARROW, 1e-3,
@@ -121,11 +127,23 @@ def merge(dtype: torch.dtype) -> None:
     torch.testing.assert_close(lse, want_lse, rtol=tolerance, atol=tolerance)
 
 
+def bf16_queries_of_any_size() -> None:
+    """They are multiplied in fp16, whose largest number is 65504, with 8-bit keys."""
+    from tcport.kernels.triton_decode import paged_decode
+
+    case = dataclasses.replace(DECODE, lens=(37, 20, 65, 9), dtype=torch.bfloat16, kv_dtype=FP8[0], dims=(80, 128))
+    call = build(case)
+    sizes = torch.tensor([1e-30, 0.0, 1e30, 300.0], dtype=torch.bfloat16)
+    call = dataclasses.replace(call, query=call.query * sizes[:, None, None])
+    check(call, *paged_decode(call, NARROW, lambda kernel: kernel), 4e-3)
+
+
 def checks() -> dict[str, Callable[[], None]]:
     table: dict[str, Callable[[], None]] = {
         name: functools.partial(attention, *row) for name, row in attention_cases().items()
     }
     table["any batch"] = any_batch
+    table["bf16 queries of any size"] = bf16_queries_of_any_size
     for dtype in (torch.float64, torch.float32, torch.float16, torch.int8, *FP8):
         scales = "none" if dtype.itemsize > 1 else "token"
         table[f"write {dtype}"] = functools.partial(write, dtype, scales, "interleaved")

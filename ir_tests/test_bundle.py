@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from triton.backends.compiler import GPUTarget
 from typer.testing import CliRunner
 
 from tcport import chain, quarantine
@@ -23,6 +24,7 @@ from tcport.errors import ArgumentError, BundleError
 from tcport.ir import AttentionSpec
 from tcport.kernels import cpu_library
 from tcport.kernels.offline import Launch, record
+from tcport.kernels.target import targeting
 from tcport.kernels.triton_decode import paged_decode
 from tcport.lowering.operators import PAGED_ATTENTION, NodeChoice
 from tcport.lowering.registry import select
@@ -190,7 +192,8 @@ def test_a_foreign_an_old_and_a_stale_bundle(copy: Path) -> None:
 
 def launches(spec: AttentionSpec, bundle: Bundle) -> list[Launch]:
     tile = next(e.tile for e in bundle.entries if e.kernel == "triton_decode")
-    return record(paged_decode, attention_call(spec), config_of({**tile, "num_splits": 4}))
+    with targeting(GPUTarget("cuda", 90, 32)):
+        return record(paged_decode, attention_call(spec), config_of({**tile, "num_splits": 4}))
 
 
 def test_a_launch_finds_what_was_compiled_for_it_and_nothing_else(built: Path, spec: AttentionSpec) -> None:

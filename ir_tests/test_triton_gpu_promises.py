@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,48 @@ from paged_cases import Case, build, check
 
 from tcport.ir import BATCH, CeilDiv, TileConfig
 from tcport.kernels.call import AttentionCall, WriteCall
+from tcport.kernels.triton_decode import paged_decode
 
 pytestmark = pytest.mark.gpu
+
+
+class _InTurn:
+    """A launcher of one kernel after the other, as in a graph of Inductor's."""
+
+    traced = True
+
+    def __new__(cls, kernel: Any) -> Any:
+        return kernel
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize("cut", [{"num_splits": 5}, {"num_splits": 33}, {"parts": 8}], ids=str)
+def test_a_merge_that_is_launched_early_waits(cut: dict[str, int], captured: bool) -> None:
+    """Calls back to back over the same scratch memory, and among kernels that write what they read."""
+    case = dataclasses.replace(DECODE, lens=(700, 33, 2048, 1, 1500, 16, 0, 900), dims=(128, 128), dtype=BF16)
+    call, config = build(case, "cuda"), dataclasses.replace(DECODE_TILE, **cut)
+    given = [tensor.clone() for tensor in (call.query, call.k_cache, call.v_cache)]
+
+    def steps(launch: Any) -> torch.Tensor:
+        for tensor, start in zip((call.query, call.k_cache, call.v_cache), given, strict=True):
+            tensor.copy_(start)
+        outs = []
+        for step in range(30):
+            outs += [paged_decode(call, config, launch)[0] for _ in range(2)]
+            call.query.add_(outs[-1])
+            call.k_cache[step].neg_()
+            call.v_cache[step * 3].mul_(0.5)
+        return torch.stack(outs)
+
+    want = steps(_InTurn)
+    got = steps(lambda kernel: kernel)
+    if captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = steps(lambda kernel: kernel)
+        for _ in range(5):
+            graph.replay()
+    assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("kv_dtype", [BF16, torch.float8_e4m3fn], ids=str)

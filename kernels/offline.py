@@ -46,11 +46,18 @@ class Launch:
     options: dict[str, int]
 
 
-def record(entry: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Launch]:
-    """The launches of a kernel entry: ``entry(*args, launch=..., **kwargs)`` is run with nothing launched."""
+def record(entry: Callable[..., Any], *args: Any, traced: bool = False, **kwargs: Any) -> list[Launch]:
+    """The launches of a kernel entry: ``entry(*args, launch=..., **kwargs)`` is run with nothing launched.
+
+    Args:
+        traced: as a graph has them that is being traced, not as eager code does.
+    """
     launches: list[Launch] = []
+    as_in_graphs = traced
 
     class Recorded:
+        traced = as_in_graphs
+
         def __init__(self, kernel: Any) -> None:
             self.kernel = kernel
 
