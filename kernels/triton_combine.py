@@ -75,7 +75,7 @@ def combine_kernel(
 ):
     """One (token, head) row; splits in blocks, so that their number may be anything."""
     if OVERLAPPED:
-        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_wait()  # type: ignore[attr-defined]
     row = tl.program_id(0).to(tl.int64)
     if row >= num_rows:
         return
