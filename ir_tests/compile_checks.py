@@ -110,7 +110,7 @@ def no_value_comes_by_the_byte() -> None:
 
 def the_merge_waits_for_what_it_merges() -> None:
     """``griddepcontrol.wait`` stands before all reads; PTX has it from sm_90 on."""
-    for splits in (TileConfig(16, 32, 4, 2, 3), TileConfig(16, 32, 4, 2, parts=3)):
+    for splits in (TileConfig(16, 32, 4, 2, 3), TileConfig(16, 32, 1, 2, 33), TileConfig(16, 32, 4, 2, parts=3)):
         attend, merge = _ptx(90, LONG, splits)
         assert "griddepcontrol.launch_dependents" in attend
         assert "griddepcontrol.wait" not in attend

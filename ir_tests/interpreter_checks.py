@@ -37,6 +37,7 @@ OPTIONS = {
     "not causal": {"causal": False, "window": 30, "chunk": 24},
     "mask": {"mask": 40, "window": 20, "sinks": True},
     "splits": {"num_splits": 3, "sinks": True},
+    "many splits": {"num_splits": 70},  # more than a wide merge reads at once
     "invariant": {"batch_invariant": True},
     "no lse": {"return_lse": False, "scale": 0.3},
 }

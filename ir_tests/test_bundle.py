@@ -190,10 +190,10 @@ def test_a_foreign_an_old_and_a_stale_bundle(copy: Path) -> None:
         read_bundle(copy)
 
 
-def launches(spec: AttentionSpec, bundle: Bundle) -> list[Launch]:
+def launches(spec: AttentionSpec, bundle: Bundle, splits: int = 4) -> list[Launch]:
     tile = next(e.tile for e in bundle.entries if e.kernel == "triton_decode")
     with targeting(GPUTarget("cuda", 90, 32)):
-        return record(paged_decode, attention_call(spec), config_of({**tile, "num_splits": 4}))
+        return record(paged_decode, attention_call(spec), config_of({**tile, "num_splits": splits}))
 
 
 def test_a_launch_finds_what_was_compiled_for_it_and_nothing_else(built: Path, spec: AttentionSpec) -> None:
@@ -202,7 +202,11 @@ def test_a_launch_finds_what_was_compiled_for_it_and_nothing_else(built: Path, s
     entry = find(bundle.entries, attention.kernel, attention.arguments)
     assert entry.function == "paged_attention_kernel"
     assert "k_stride_token" in entry.aligned
-    assert find(bundle.entries, combine.kernel, combine.arguments).function == "combine_kernel"
+    few = find(bundle.entries, combine.kernel, combine.arguments)
+    _, combine = launches(spec, bundle, splits=9)
+    many = find(bundle.entries, combine.kernel, combine.arguments)
+    assert (few.function, many.function) == ("combine_kernel", "combine_kernel")
+    assert (few.constants["BLOCK_S"], many.constants["BLOCK_S"], many.threads) == (16, 64, 128)
     odd = find(bundle.entries, attention.kernel, {**attention.arguments, "k_stride_token": 33})
     assert odd.aligned == ()
     for name, value, said in (

@@ -11,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from tcport.ir import BATCH, CONTEXT, TOKENS, CeilDiv, TileConfig
 from tcport.kernels.call import AttentionCall, MergeCall, WriteCall
+from tcport.kernels.offline import record
 from tcport.kernels.triton_decode import paged_decode
 from tcport.kernels.triton_merge import merge_states
 from tcport.kernels.triton_prefill import paged_prefill
@@ -66,6 +67,38 @@ def test_decode(splits: int | sympy.Expr, launches: int) -> None:
     count, guards = launches_and_guards(entry, *tensors(5, 5).values())
     assert count == launches
     assert_only_static_sizes_are_assumed(guards)
+
+
+@pytest.mark.parametrize(
+    ("splits", "options", "at_once"),
+    [
+        (8, {}, 16),
+        (9, {}, 64),
+        (SPLITS, {}, 64),  # whatever the batch makes of it
+        (SPLITS, {"num_splits": 8}, 16),
+        (1, {"num_splits": 9}, 64),
+        (SPLITS, {"batch_invariant": True}, 64),  # 16 for the smallest sizes
+        (CeilDiv(BATCH, 8) + 1, {"batch_invariant": True}, 16),  # 2
+    ],
+    ids=str,
+)
+def test_many_splits_take_a_wide_merge(splits: int | sympy.Expr, options: dict, at_once: int) -> None:
+    call = AttentionCall.of(*tensors(5, 5).values(), **options)
+    _, merge = record(paged_decode, call, TileConfig(16, 64, 2, 3, splits))
+    assert merge.arguments["BLOCK_S"] == at_once
+    assert merge.options["num_warps"] == (4 if at_once == 64 else 2)
+
+
+def test_parts_take_a_narrow_merge_and_wide_rows_fewer_at_once() -> None:
+    given = tensors(5, 5)
+    tile = TileConfig(16, 64, 2, 3, SPLITS, parts=CeilDiv(132, BATCH))
+    given["block_table"] = given["block_table"].new_empty(5, 99)
+    _, merge = record(paged_decode, AttentionCall.of(*given.values()), tile)
+    assert (merge.arguments["BLOCK_S"], merge.options["num_warps"]) == (16, 2)
+    given["k_cache"] = given["v_cache"] = given["k_cache"].new_empty(40, PAGE, KV_HEADS, 256)
+    given["query"] = given["query"].new_empty(5, HEADS, 256)
+    _, merge = record(paged_decode, AttentionCall.of(*given.values()), TileConfig(16, 64, 2, 3, 33))
+    assert (merge.arguments["BLOCK_S"], merge.options["num_warps"]) == (32, 4)
 
 
 @pytest.mark.parametrize(("splits", "launches"), [(1, 1), (4, 2), (BY_ALL_SIZES, 1)], ids=str)

@@ -16,7 +16,10 @@ from torch import Tensor
 
 from tcport.kernels.call import Launcher
 
-_SPLITS_AT_ONCE = 16
+_FEW_AT_ONCE = 16
+_MANY_AT_ONCE = 64
+_WIDE_WARPS = 4
+_WIDE_TILE = 8192  # numbers at a time, of which a thread holds 64
 
 
 def combine(
@@ -28,6 +31,7 @@ def combine(
     num_warps: int,
     launch: Launcher,
     parts: Tensor | None = None,
+    wide: bool = False,
     overlapped: bool = False,
 ) -> None:
     """Write the attention over all keys, from the results over each split of them.
@@ -36,10 +40,16 @@ def combine(
         partial_out: ``[S * T * Hq * Dv]`` fp32. partial_lse: ``[S * T * Hq]`` fp32. With ``parts``, as many rows of
             ``Hq`` heads as there are parts.
         out: ``[T, Hq, Dv]``, contiguous, written. lse: ``[T, Hq]`` fp32, contiguous, written; None: not wanted.
+        num_warps: of a program, where it is not ``wide``.
         parts: ``[T, 2]`` int32: each token's first part and its number of parts; a token of one part is left as it is.
+        wide: read up to 64 splits at once, with 4 warps. Measured on an H200, attention and merge: 33 splits of one
+            sequence of 8192 keys take 14.2 us instead of 15.9, and 64 take 13.8 instead of 16.9. Few splits or parts
+            take longer by it: 8 sequences of 2048 keys 22.5 us instead of 22.1 in 8 splits, 24.0 instead of 23.6 in
+            parts.
         overlapped: the attention kernel before it was launched with ``MERGED``.
     """
     num_rows, v_dim = out.shape[0] * out.shape[1], int(out.shape[2])
+    block_v = triton.next_power_of_2(v_dim)
     launch(combine_kernel)[(torch.sym_max(num_rows, 1),)](
         partial_out=partial_out,
         partial_lse=partial_lse,
@@ -50,10 +60,10 @@ def combine(
         num_splits=num_splits,
         NUM_HEADS=int(out.shape[1]),
         DIM_V=v_dim,
-        BLOCK_V=triton.next_power_of_2(v_dim),
-        BLOCK_S=_SPLITS_AT_ONCE,
+        BLOCK_V=block_v,
+        BLOCK_S=max(_FEW_AT_ONCE, min(_MANY_AT_ONCE, _WIDE_TILE // block_v)) if wide else _FEW_AT_ONCE,
         OVERLAPPED=overlapped,
-        num_warps=num_warps,
+        num_warps=_WIDE_WARPS if wide else num_warps,
         **({"launch_pdl": True} if overlapped else {}),
     )
 

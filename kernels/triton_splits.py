@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tcport.ir import FEW_KEYS, TileConfig
+from tcport.ir import FEW_KEYS, FEW_SPLITS, TileConfig
 from tcport.kernels.call import AttentionCall, Launcher, is_traced
 from tcport.kernels.target import overlaps_launches
 from tcport.kernels.triton_arguments import attention_arguments, head_blocks
@@ -60,7 +60,8 @@ def attend_in_splits(
     partial_out = query.new_empty(rows * v_dim, dtype=torch.float32)
     partial_lse = query.new_empty(rows, dtype=torch.float32)
     attend(partial_out, partial_lse)
-    combine(partial_out, partial_lse, splits, out, wanted_lse, config.num_warps, launch, overlapped=overlapped)
+    wide = _many_splits(call, config)
+    combine(partial_out, partial_lse, splits, out, wanted_lse, config.num_warps, launch, None, wide, overlapped)
     return out, lse
 
 
@@ -91,7 +92,7 @@ def attend_in_parts(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    combine(part_out, part_lse, most, out, wanted_lse, config.num_warps, launch, parts, overlapped)
+    combine(part_out, part_lse, most, out, wanted_lse, config.num_warps, launch, parts, overlapped=overlapped)
     return out, lse
 
 
@@ -135,6 +136,13 @@ def number_of_splits(call: AttentionCall, config: TileConfig) -> int | torch.Sym
     context = call.block_table.shape[1] * int(call.k_cache.shape[1])
     splits = config.splits(call.seq_lens.shape[0], call.query.shape[0], context)
     return splits if isinstance(splits, int) or call.cu_seqlens_q is None else 1
+
+
+def _many_splits(call: AttentionCall, config: TileConfig) -> bool:
+    """Whether splits may be more than :data:`tcport.ir.FEW_SPLITS`; what is open may be."""
+    forced = call.num_splits is not None or call.batch_invariant
+    splits = number_of_splits(call, config) if forced else config.num_splits
+    return not isinstance(splits, int) or splits > FEW_SPLITS
 
 
 def _overlaps(call: AttentionCall, launch: Launcher) -> bool:

@@ -19,6 +19,13 @@ BATCH, TOKENS, CONTEXT = (sympy.Symbol(name, integer=True, positive=True) for na
 FEW_KEYS = 1024
 """Keys of the widest block table up to which a batch is not cut by its lengths, whatever :class:`TileConfig` says."""
 
+FEW_SPLITS = 8
+"""Splits of every sequence up to which few threads merge them; more are merged by a wide block.
+
+It depends on the tile alone, not on the batch: an open number of splits counts as many, and no batch size compiles a
+second merge.
+"""
+
 DIMS_IN_PAIRS = 128
 """Padded head dim of 8-bit values from which decode reads their dims in pairs: each half fills a matrix unit.
 

@@ -116,7 +116,7 @@ def _take_cpu_library(binaries: dict[str, bytes]) -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """One compile: a tile of a kernel, whole (one split) or split."""
+    """One compile: a tile of a kernel, whole (one split) or cut."""
 
     kernel: str
     tile: TileConfig
@@ -137,8 +137,8 @@ def _jobs(spec: AttentionSpec, profile: DeviceProfile) -> Iterable[_Job]:
     target = target_of(profile)
     for tile in rank_tiles(spec, profile).configs:
         options = dict(target.options(spec, tile))
-        # Whole, cut into equal numbers, and cut by the lengths where the kernel can.
-        cuts = [(1, 0), (4, 0), *([(4, 4)] if tile.parts != 0 else [])]
+        # Whole, cut into equal numbers, few and many, and cut by the lengths where the kernel can.
+        cuts = [(1, 0), (4, 0), (32, 0), *([(4, 4)] if tile.parts != 0 else [])]
         for splits, parts in cuts:
             sized = dataclasses.replace(tile, num_splits=splits, parts=parts)
             yield _Job(kernel, tile, facts_of(spec), {**request, **_tile_data(sized, options)})

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tcport.device import device_profile
-from tcport.ir import AttentionSpec, TileConfig
+from tcport.ir import FEW_SPLITS, AttentionSpec, TileConfig
 from tcport.kernels import reference
 from tcport.kernels.call import AttentionCall, MergeCall, WriteCall
 from tcport.tiling import rank_tiles
@@ -67,7 +67,7 @@ _ENTRIES = {"triton_decode": _decode, "triton_prefill": _prefill, "hopper_prefil
 
 
 def _attention(entry: Callable[..., tuple[torch.Tensor, torch.Tensor]], call: AttentionCall, tile: TileConfig) -> str:
-    """Calls whose keys are cut for every sequence alike and, where the kernel can, by their lengths."""
+    """Calls whose keys are cut into many for every sequence alike and, where the kernel can, by their lengths."""
     want, _ = reference.paged_attention(
         call.query.cpu(),
         call.k_cache.cpu(),
@@ -77,7 +77,7 @@ def _attention(entry: Callable[..., tuple[torch.Tensor, torch.Tensor]], call: At
         None if call.cu_seqlens_q is None else call.cu_seqlens_q.cpu(),
     )
     for parts in {tile.parts, 0}:
-        out, _ = entry(call, dataclasses.replace(tile, num_splits=3, parts=parts), _launch)
+        out, _ = entry(call, dataclasses.replace(tile, num_splits=FEW_SPLITS + 1, parts=parts), _launch)
         _require_close(out, want)
     return "right"
 

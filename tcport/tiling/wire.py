@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from tcport.ir import AttentionSpec, KVLayout, TileConfig
+from tcport.ir import FEW_SPLITS, AttentionSpec, KVLayout, TileConfig
 
 # Sizes that kernels never specialise on: their value must not make a difference to what is compiled or cached.
 _OPEN_SIZES = {"num_seqs": 4, "num_tokens": 64, "max_context": 1024}
@@ -26,10 +26,14 @@ def spec_of(data: dict[str, Any]) -> AttentionSpec:
 
 
 def config_data(config: TileConfig) -> dict[str, Any]:
-    """A tile; of its splits and parts only whether there are any, which is all that the compiled code knows."""
-    split = not (isinstance(config.num_splits, int) and config.num_splits == 1)
+    """A tile; of its splits only whether there are few or many, of its parts whether there are any.
+
+    That is all that the compiled code knows.
+    """
+    splits, few = config.num_splits, isinstance(config.num_splits, int) and config.num_splits <= FEW_SPLITS
     cut = not (isinstance(config.parts, int) and config.parts == 0)
-    return {**dataclasses.asdict(config), "num_splits": 4 if split else 1, "parts": 4 if cut else 0}
+    number = 1 if splits == 1 else 4 if few else 4 * FEW_SPLITS
+    return {**dataclasses.asdict(config), "num_splits": number, "parts": 4 if cut else 0}
 
 
 def config_of(data: dict[str, Any]) -> TileConfig:
