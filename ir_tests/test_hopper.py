@@ -46,6 +46,15 @@ def refusal(spec: AttentionSpec) -> str:
     return next((r.reason for r in chosen.rejections if r.kernel == "hopper_prefill"), "")
 
 
+def test_basic_mode_has_no_kernel_for_one_architecture() -> None:
+    old = dataclasses.replace(H200, basic_mode="The CUDA driver reports version 11.8.")
+    chosen = select("paged_attention", spec(), old)
+    assert [r.reason for r in chosen.rejections if r.kernel == "hopper_prefill"] == [
+        "hardware-specific, and the device is in basic mode: The CUDA driver reports version 11.8."
+    ]
+    assert chosen.candidates[0].kernel == "triton_prefill"
+
+
 def test_it_goes_before_the_plain_kernel_on_hopper_and_is_there_on_no_other_device() -> None:
     kernels = [c.kernel for c in select("paged_attention", spec(), H200).candidates]
     assert kernels[:2] == ["hopper_prefill", "triton_prefill"]

@@ -67,6 +67,8 @@ def _refusal(spec: ForeignSpec, profile: DeviceProfile) -> str | None:
 
 def _gluon_refusal(spec: ForeignSpec, profile: DeviceProfile) -> str | None:
     """What else the kernel in Gluon does not take."""
+    if profile.basic_mode:
+        return f"hardware-specific, and the device is in basic mode: {profile.basic_mode}"
     version = tuple(map(int, re.findall(r"\d+", triton_version())[:2]))
     if not _GLUON[0] <= version <= _GLUON[1]:
         known = " to ".join(".".join(map(str, end)) for end in _GLUON)

@@ -44,6 +44,8 @@ class Row:
             return Verdict.no(f"made for vendor {self.vendor}, the device is {profile.vendor}")
         if self.arch is not None and not fnmatch.fnmatchcase(profile.arch or "", self.arch):
             return Verdict.no(f"made for architectures {self.arch}, the device is {profile.arch or 'of unknown arch'}")
+        if profile.basic_mode and (self.arch is not None or self.flags):
+            return Verdict.no(f"hardware-specific, and the device is in basic mode: {profile.basic_mode}")
         measured = probe(profile, [CAPABILITIES]) if self.flags else {}
         missing = [flag for flag in self.flags if not (measured[flag].ok if flag in measured else profile.has(flag))]
         if missing:
