@@ -12,6 +12,9 @@ _TOLERANCES: dict[torch.dtype, tuple[float, float]] = {
     torch.float64: (1e-9, 1e-9),
 }
 
+_TOKENS_OF_A_MEAN = 4
+"""Numbers of one token share the rounding of its weights, by up to 2**-8 in bf16: the mean of few tokens is none."""
+
 
 def tolerance(dtype: torch.dtype) -> tuple[float, float]:
     """Greatest and mean absolute error allowed for a result of attention in ``dtype`` over unit-normal inputs."""
@@ -24,7 +27,8 @@ def assert_close(
     """Fail unless ``actual`` is ``expected`` to the rounding of ``dtype``.
 
     Infinite and NaN elements must be the same in both, and rows of zeros (tokens that see no key) exactly zero. Errors
-    are measured against the greatest expected number when that exceeds 1.
+    are measured against the greatest expected number when that exceeds 1, and their mean from four tokens (rows of the
+    first dimension) on.
 
     Args:
         actual: what the code under test returned.
@@ -48,7 +52,7 @@ def assert_close(
         return
     unit = max(1.0, expected[finite].abs().max().item())
     error = (actual[finite] - expected[finite]).abs() / unit
-    if error.max() > greatest or error.mean() > mean:
+    if error.max() > greatest or (len(expected) >= _TOKENS_OF_A_MEAN and error.mean() > mean):
         raise AssertionError(
             f"{what} is off by {error.max():.3g} at most and {error.mean():.3g} on average; "
             f"allowed: {greatest:.3g} and {mean:.3g} (of {unit:.3g})"
