@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
+import tcport
+from tcport import quarantine
 from tcport.device import device_profile
 from tcport.kernels import cpu_library, reference
 from tcport.lowering.operators import KV_WRITE, PAGED_ATTENTION
@@ -183,9 +185,15 @@ def test_neither_batch_nor_threads_change_a_bit(recipe: Recipe, layout: Any) -> 
 def test_indices_that_lead_outside_are_refused(changes: dict[str, Tensor], message: str) -> None:
     k_cache, v_cache = torch.randn(2, 4, 16, 1, 16)
     arguments = {"block_table": torch.tensor([[2]]), "seq_lens": torch.tensor([9]), **changes}
-    call = PAGED_ATTENTION.call(torch.randn(1, 2, 16), k_cache, v_cache, **arguments)
+    query = torch.randn(1, 2, 16)
+    call = PAGED_ATTENTION.call(query, k_cache, v_cache, **arguments)
     with pytest.raises(RuntimeError, match=message):
         run("paged_attention", "cpp_attention", PAGED_ATTENTION.spec(call), call)
+    failed = quarantine.keys()
+    for attend in (tcport.paged_attention, torch.compile(tcport.paged_attention, backend="tcport")):
+        with pytest.raises(RuntimeError, match=message):
+            attend(query, k_cache, v_cache, **arguments)
+    assert quarantine.keys() == failed  # the call is wrong: it costs no later one its kernel
 
 
 def test_pages_that_a_mask_hides_may_be_padding() -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tcport.errors import KernelLaunchError
-from tcport.failures import cause_of, raise_if_sticky
+from tcport.failures import cause_of, cause_within, class_name, first_line, raise_if_sticky
 
 # What torch says beneath every CUDA error, whatever the error is.
 ADVICE = """
@@ -37,3 +38,57 @@ def test_torchs_advice_on_device_side_assertions_is_no_fault_of_the_device(said:
 def test_a_fault_of_the_device_is_one(said: str) -> None:
     with pytest.raises(KernelLaunchError, match="must be restarted"):
         raise_if_sticky(RuntimeError(said + ADVICE), "a kernel")
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["CUDA_ERROR_ILLEGAL_ADDRESS", "CUDA_ERROR_LAUNCH_FAILED", "CUDA_ERROR_INVALID_PC", "hipErrorLaunchFailure"],
+)
+def test_a_fault_of_the_device_is_one_by_the_name_of_its_code(code: str) -> None:
+    """As cuda-python and hip-python name it when a kernel of a bundle is launched."""
+    with pytest.raises(KernelLaunchError, match="must be restarted"):
+        raise_if_sticky(KernelLaunchError(f"cuLaunchKernel of attend failed: {code}.", "See above."), "a kernel")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "error: Illegal instruction detected: VOP3 has too many operands",
+        "'llvm.addrspacecast' has invalid address space",
+    ],
+)
+def test_what_a_compiler_refuses_is_no_fault_of_the_device(said: str) -> None:
+    raise_if_sticky(RuntimeError(said), "a kernel")
+    assert cause_within(RuntimeError(said)) == "build"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("std::bad_alloc"),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
+            "allocate 35184372088832 bytes. Error code 12 (Cannot allocate memory)"
+        ),
+    ],
+)
+def test_memory_that_ran_out_costs_no_kernel(error: Exception) -> None:
+    assert cause_within(error) is None
+
+
+def test_an_attribute_named_like_that_of_wrapped_errors_may_be_anything() -> None:
+    class Odd(Exception):
+        @property
+        def inner_exception(self) -> object:
+            raise ValueError("not now")
+
+    class Worded(Exception):
+        inner_exception = "a text"
+
+    given = Exception("given")
+    given.inner_exception = 3  # type: ignore[attr-defined]
+    for error in (Odd("odd"), Worded("worded"), given):
+        assert cause_within(error) == "build"
+        assert (class_name(error), first_line(error)) == (type(error).__name__, str(error))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -100,7 +101,19 @@ def test_threads_that_ask_together_probe_once(runs: list[str]) -> None:
     assert all(answer == answers[0] and len(answer) == 2 for answer in answers)
 
 
-@pytest.mark.parametrize("damaged", ["", "[]", "3", "{", '{"triton_decode 16x64 w4 st2": 3}', '{"a": {"fine": true}}'])
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        "",
+        "[]",
+        "3",
+        "{",
+        '{"triton_decode 16x64 w4 st2": 3}',
+        '{"a": {"fine": true}}',
+        '{"a": {"ok": false, "detail": 3}}',
+        '{"a": {"ok": "no", "detail": "wrong numbers"}}',
+    ],
+)
 def test_a_damaged_file_of_outcomes_is_probed_again(damaged: str, runs: list[str]) -> None:
     right = probe(H200, ["triton_decode"])
     (path,) = cache_folder("probes").iterdir()
@@ -148,6 +161,23 @@ def test_outcomes_of_a_run_that_was_cut_short_are_not_kept(monkeypatch: pytest.M
     assert results.run_probes(0, CAPABILITIES, 1.0) == ({"fp16_dot": RIGHT}, "not done in 1 s")
     assert probe(H200, [CAPABILITIES]) == {"fp16_dot": RIGHT}
     assert not (cache_folder("probes")).exists()
+
+
+def test_what_else_a_process_says_is_no_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compilers and drivers print too, in any bytes; the process may end by a signal, or not be had at all."""
+    line = json.dumps({"name": "fp16_dot", "ok": True, "detail": "right"})
+    said = '{block: 3}\n{\n3\n{}\n{"name": 3}\n{"name": "a", "ok": 1, "detail": 5}\n' + line
+    program = f"import os; os.write(1, {said.encode()!r} + b'\\n\\xff\\n'); os.write(2, b'\\xff'); os.abort()"
+    real = subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda command, **given: real([command[0], "-c", program], **given))
+    outcomes, trouble = results.run_probes(0, CAPABILITIES)
+    assert outcomes == {"fp16_dot": RIGHT}
+    assert trouble == "the process ended with code -6: \ufffd"
+    for python in ("", None, "/nowhere/python"):
+        monkeypatch.setattr(sys, "executable", python)
+        outcomes, trouble = results.run_probes(0, CAPABILITIES)
+        assert outcomes == {}
+        assert trouble.startswith("no process can be started: ")
 
 
 def test_what_cannot_be_kept_is_known_to_the_process_and_leaves_nothing(runs: list[str]) -> None:

@@ -19,7 +19,8 @@ for line in sys.stdin:
     if request["do"] == "hang":
         time.sleep(60)
     if request["do"] == "talk":
-        print("warning: odd")
+        print("warning: odd\\n{block: 3}\\n{\\n3", flush=True)
+        sys.stdout.buffer.write(b"\\xff\\n")
     print(json.dumps({"process": os.getpid()}), flush=True)
 """
 
@@ -53,3 +54,12 @@ def test_a_thread_has_one_worker_at_a_time() -> None:
         assert inner is outer
     with one_worker() as another:
         assert another is not outer
+
+
+@pytest.mark.parametrize("python", ["", None, "/nowhere/python"])
+def test_one_that_cannot_be_started_is_an_answer(python: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Python is embedded, ``sys.executable`` may be any of these."""
+    monkeypatch.setattr(sys, "executable", python)
+    worker = Worker()
+    assert "the compiler's process cannot be started" in worker.ask({})["error"]
+    worker.close()

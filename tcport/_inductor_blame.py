@@ -15,6 +15,8 @@ from torch._inductor.codecache import CodeCacheFuture
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tcport.failures import causes
+
 _KERNEL = "tcport_kernel"
 _GENERATED = "torch._inductor.runtime.compile_tasks."
 
@@ -24,7 +26,7 @@ def failed_kernel(error: BaseException | None) -> tuple[str, str] | None:
 
     None where no kernel is behind it, or it cannot be told.
     """
-    for each in _causes(error):
+    for each in causes(error):
         named = getattr(each, _KERNEL, None) or _launched_kernel(each)
         if named is not None:
             return named
@@ -33,7 +35,7 @@ def failed_kernel(error: BaseException | None) -> tuple[str, str] | None:
 
 def failed_call(error: BaseException | None) -> str | None:
     """The line of generated code that called the operator which raised an exception; None where there is none."""
-    for each in _causes(error):
+    for each in causes(error):
         for frame, line in reversed(list(traceback.walk_tb(each.__traceback__))):
             if (frame.f_globals.get("__name__") or "").startswith(_GENERATED):
                 text = linecache.getline(frame.f_code.co_filename, line).strip()
@@ -93,12 +95,3 @@ def _launched_kernel(error: BaseException) -> tuple[str, str] | None:
             constants = [kernel.triton_meta, *(config.all_kwargs() for config in kernel.configs or ())]
             return str(kernel.inductor_meta.get("kernel_name") or kernel.fn.__name__), repr(constants)
     return None
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An exception and everything behind it."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__

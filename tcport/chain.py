@@ -19,7 +19,7 @@ from tcport.errors import (
     SelfTestError,
     TcportError,
 )
-from tcport.failures import cause_within, class_name, details, first_line, raise_if_sticky
+from tcport.failures import cause_of, cause_within, class_name, details, first_line, raise_if_sticky
 from tcport.ir import TileConfig
 from tcport.logs import logger
 from tcport.lowering.candidate import Candidate
@@ -96,7 +96,8 @@ def walk(chosen: Chosen, call: Any, *, strict: bool = False) -> Any:
             return result
         except Exception as error:
             raise_if_sticky(error, str(kernel_now))
-            cause = cause_within(error)
+            # What is loaded was built right. The C++ kernels look at lengths and pages: their errors are the caller's.
+            cause = cause_of(error) if kernel_now.loaded else cause_within(error)
             if cause is None or kernel_now.plain:
                 raise
             step_down(choice, candidate, kernel_now, error, cause, strict=strict, aside=[link for link, _ in aside])

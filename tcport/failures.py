@@ -23,12 +23,16 @@ from tcport.errors import (
 )
 from tcport.report import Cause
 
+# In the words of torch and Triton, and by the names of CUDA's and HIP's codes. Compilers have words close to these.
 _STICKY = re.compile(
-    r"illegal memory access|illegal instruction|illegal address|misaligned address|invalid address space"
-    r"|device-side assert triggered|unspecified launch failure|launch timed out|hardware stack error|uncorrectable ECC"
-    r"|memory access fault|device[ _]lost|IllegalAddress",
+    r"illegal memory access|illegal instruction was encountered|misaligned address|on global/shared address space"
+    r"|invalid program counter|device-side assert triggered|unspecified launch failure|launch timed out"
+    r"|hardware stack error|uncorrectable ECC|memory access fault|device[ _]lost"
+    r"|CUDA_ERROR_(ILLEGAL|MISALIGNED|INVALID_ADDRESS|INVALID_PC|LAUNCH_FAILED|LAUNCH_TIMEOUT|ASSERT|HARDWARE|ECC)"
+    r"|hipError(IllegalAddress|LaunchFailure|LaunchTimeOut|Assert|ECC)",
     re.IGNORECASE,
 )
+_OUT_OF_MEMORY = re.compile(r"DefaultCPUAllocator: .*memory|std::bad_alloc")  # on the CPU torch has no class for it
 _TOOLCHAIN = re.compile(
     r"failed to find c compiler|cannot find (ptxas|cuobjdump|nvdisasm)|no working c\+\+ compiler|InvalidCxxCompiler"
     r"|Python\.h: No such file|ptxas'?: No such file|Permission denied: '[^']*ptxas|triton/runtime/(build|cache)\.py",
@@ -52,7 +56,7 @@ def cause_of(error: BaseException) -> Cause | None:
     None covers errors in the call itself, memory that ran out, and plain bugs: another kernel would meet them too, or
     would hide them. It covers the last word of a chain within the kernel, too, which has named its own.
     """
-    chain = list(_causes(error))
+    chain = list(causes(error))
     if _ran_out_of_memory(error):
         return None
     own = next((e for e in chain if isinstance(e, TcportError)), None)
@@ -90,7 +94,7 @@ def raise_if_sticky(error: BaseException, kernel: str) -> None:
     Raises:
         KernelLaunchError: the device reported an illegal access or the like.
     """
-    text = "\n".join(map(text_of, _causes(error)))
+    text = "\n".join(map(text_of, causes(error)))
     if _STICKY.search(text):
         raise KernelLaunchError(
             f"The device faulted in {kernel}, or in work started before it: {first_line(error)}.",
@@ -100,7 +104,7 @@ def raise_if_sticky(error: BaseException, kernel: str) -> None:
 
 def first_line(error: BaseException) -> str:
     """What an exception says in one line: the compiler's own words where Inductor wrapped them."""
-    inner = getattr(error, "inner_exception", None) or error
+    inner = _inner(error) or error
     lines = [line.strip() for line in text_of(inner).splitlines() if line.strip()]
     if lines and lines[0].startswith("An exception occurred in a subprocess"):
         lines = lines[-1:]
@@ -114,12 +118,12 @@ def details(error: BaseException) -> str:
 
 def class_name(error: BaseException) -> str:
     """The class of an exception, or of the one that Inductor wrapped."""
-    return type(getattr(error, "inner_exception", None) or error).__name__
+    return type(_inner(error) or error).__name__
 
 
 def own_error(error: BaseException) -> TcportError | None:
     """The error of tcport's own that an exception is, or wraps."""
-    return next((e for e in _causes(error) if isinstance(e, TcportError)), None)
+    return next((e for e in causes(error) if isinstance(e, TcportError)), None)
 
 
 def _cause_of_own(error: TcportError) -> Cause | None:
@@ -136,16 +140,23 @@ def _cause_of_own(error: TcportError) -> Cause | None:
 
 
 def _ran_out_of_memory(error: BaseException) -> bool:
-    return any(isinstance(e, (torch.OutOfMemoryError, MemoryError)) for e in _causes(error))
+    kinds = (torch.OutOfMemoryError, MemoryError)
+    return any(isinstance(e, kinds) or _OUT_OF_MEMORY.search(text_of(e)) for e in causes(error))
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
+def causes(error: BaseException | None) -> Iterator[BaseException]:
     """An exception and everything it wraps."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         yield error
-        error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
+        error = _inner(error) or error.__cause__ or error.__context__
+
+
+def _inner(error: BaseException) -> BaseException | None:
+    """What Inductor wrapped; an attribute of that name may be anything on anyone's exception."""
+    inner = vars(error).get("inner_exception")
+    return inner if isinstance(inner, BaseException) else None
 
 
 def _raised_in(error: BaseException, modules: tuple[str, ...]) -> bool:

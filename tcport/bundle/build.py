@@ -28,6 +28,7 @@ from tcport.tiling import rank_tiles, rank_write_tiles
 from tcport.tiling.footprint import ENTRIES, compile_target, kernel_sources
 from tcport.tiling.limits import limits_of
 from tcport.tiling.wire import config_data, spec_data
+from tcport.tiling.workers import answer_in
 
 _TIMEOUT = 300  # seconds for one request; spilling tiles take the compilers up to twenty
 _EXTENSIONS = {"cuda": "cubin", "hip": "hsaco"}
@@ -187,13 +188,13 @@ class _Worker:
         try:
             _pipe(process.stdin).write(json.dumps(request) + "\n")
             _pipe(process.stdin).flush()
-            answer = next((line for line in _pipe(process.stdout) if line.startswith("{")), None)
+            answer = next(filter(None, map(answer_in, _pipe(process.stdout))), None)
         except OSError:
             answer = None
         finally:
             timer.cancel()
         if answer is not None:
-            return json.loads(answer)
+            return answer
         code = process.wait()
         self._process = None
         return {"error": f"the compiler's process ended with code {code}"}
@@ -208,6 +209,7 @@ class _Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
+            errors="replace",
             env=environment,
         )
 

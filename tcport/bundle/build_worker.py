@@ -31,7 +31,7 @@ def main() -> None:
         except Exception as error:  # noqa: BLE001 - whatever the compiler raises is this request's answer
             text = str(error).strip().splitlines()
             answer = {"error": f"{type(error).__name__}: {text[0] if text else 'no message'}"}
-        print(json.dumps(answer), flush=True)
+        print(f"\n{json.dumps(answer)}", flush=True)  # a line of its own, whatever a compiler printed before
 
 
 def build(request: dict[str, Any]) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -88,20 +89,19 @@ def run_probes(index: int, group: str, time_limit: float = TIME_LIMIT) -> tuple[
     command = [sys.executable, "-m", "tcport.probes.worker", str(index), group]
     trouble = ""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=time_limit)
-        text = done.stdout
+        done = subprocess.run(command, capture_output=True, env=environment, timeout=time_limit)
+        said = done.stdout
         if done.returncode != 0:
-            last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "no message")
+            lines = done.stderr.decode(errors="replace").splitlines()
+            last = next((line for line in reversed(lines) if line.strip()), "no message")
             trouble = f"the process ended with code {done.returncode}: {last}"
     except subprocess.TimeoutExpired as error:
-        partial = error.stdout or ""
-        text = partial.decode() if isinstance(partial, bytes) else partial
+        said = error.stdout or b""
         trouble = f"not done in {time_limit:.0f} s"
-    outcomes = {}
-    for line in text.splitlines():
-        if line.startswith("{") and line.endswith("}"):
-            answer = json.loads(line)
-            outcomes[answer["name"]] = Outcome(answer["ok"], answer["detail"])
+    except (OSError, TypeError) as error:  # no memory for a process, or no Python: where it is embedded
+        said = b""
+        trouble = f"no process can be started: {error}"
+    outcomes = dict(filter(None, map(_answer, said.decode(errors="replace").splitlines())))
     count("probes", len(outcomes))
     return outcomes, trouble
 
@@ -152,8 +152,26 @@ def _holds(tile: TileConfig, test: str) -> bool:
     return size is None or (tile.block_m >= int(size[1]) and tile.block_n >= int(size[2]))
 
 
-def _load(path: Path) -> dict[str, Outcome] | None:
+def _answer(line: str) -> tuple[str, Outcome] | None:
+    """The name and outcome in a line of a worker's; None for what compilers and drivers say in between."""
     try:
-        return {name: Outcome(**found) for name, found in (kept(path) or {}).items()} or None
-    except TypeError:  # damaged, or written by another version: probe again
+        answer = json.loads(line)
+    except (ValueError, RecursionError):
         return None
+    if not isinstance(answer, dict) or not isinstance(name := answer.pop("name", None), str):
+        return None
+    outcome = _outcome(answer)
+    return None if outcome is None else (name, outcome)
+
+
+def _load(path: Path) -> dict[str, Outcome] | None:
+    """What was kept; None where it is damaged, or written by another version: probe again."""
+    found = {name: _outcome(data) for name, data in (kept(path) or {}).items()}
+    return {name: outcome for name, outcome in found.items() if outcome} if found and all(found.values()) else None
+
+
+def _outcome(data: Any) -> Outcome | None:
+    if not isinstance(data, dict) or data.keys() != {"ok", "detail"}:
+        return None
+    sound = isinstance(data["ok"], bool) and isinstance(data["detail"], str)
+    return Outcome(**data) if sound else None

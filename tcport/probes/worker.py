@@ -27,7 +27,7 @@ def main(index: int, group: str) -> None:
         except Exception as error:  # noqa: BLE001 - whatever it raises is what the probe found
             text = str(error).strip().splitlines()
             answer = {"name": name, "ok": False, "detail": f"{type(error).__name__}: {text[0] if text else ''}"}
-        print(json.dumps(answer), flush=True)
+        print(f"\n{json.dumps(answer)}", flush=True)  # a line of its own, whatever a compiler printed before
 
 
 def _probes(device: torch.device, group: str) -> dict[str, Callable[[], str]]:

@@ -32,7 +32,7 @@ def main() -> None:
             answer = {"launches": [_compile(launch, target) for launch in _launches(request, target)]}
         except Exception as error:  # noqa: BLE001 - whatever the compiler raises is this request's answer
             answer = {"error": f"{type(error).__name__}: {_first_line(error)}"}
-        print(json.dumps(answer), flush=True)
+        print(f"\n{json.dumps(answer)}", flush=True)  # a line of its own, whatever a compiler printed before
 
 
 def _launches(request: dict[str, Any], target: GPUTarget) -> list[Launch]:

@@ -25,6 +25,15 @@ def answers(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [worker.ask(request) for request in requests]
 
 
+def answer_in(line: str) -> dict[str, Any] | None:
+    """What a worker answers in a line; None for what compilers print in between, and for a line that was cut short."""
+    try:
+        data = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return data if isinstance(data, dict) else None
+
+
 class OutOfTimeError(Exception):
     """The time for this and for every further compile is over."""
 
@@ -68,7 +77,10 @@ class Worker:
         timeout = min(self._timeout, self._end - time.monotonic())
         if timeout <= 0:
             raise OutOfTimeError
-        process = self._running()
+        try:
+            process = self._running()
+        except (OSError, TypeError) as error:  # no memory for a process, or no Python: where it is embedded
+            return {"error": f"the compiler's process cannot be started: {error}"}
         late = threading.Event()
         timer = threading.Timer(timeout, lambda: (late.set(), process.kill()))
         timer.start()
@@ -76,12 +88,11 @@ class Worker:
             with contextlib.suppress(BrokenPipeError):  # it ended; its output says how
                 process.stdin.write(json.dumps(request) + "\n")
                 process.stdin.flush()
-            # Compilers print too.
-            line = next((line for line in process.stdout if line.startswith("{")), "")
+            answer = next(filter(None, map(answer_in, process.stdout)), None)
         finally:
             timer.cancel()
-        if line.endswith("\n"):
-            return json.loads(line)
+        if answer is not None:
+            return answer
         code = process.wait()
         self._process = None
         if late.is_set():
@@ -111,6 +122,7 @@ class Worker:
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
                 text=True,
+                errors="replace",
                 env=environment,
             )
         return self._process
