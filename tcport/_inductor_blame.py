@@ -15,7 +15,7 @@ from torch._inductor.codecache import CodeCacheFuture
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tcport.failures import causes
+from tcport.errors import causes
 
 _KERNEL = "tcport_kernel"
 _GENERATED = "torch._inductor.runtime.compile_tasks."

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 
 class TcportError(Exception):
     """Base of every error tcport raises on purpose.
@@ -31,6 +33,21 @@ def text_of(error: BaseException) -> str:
         return str(error)
     except Exception as broken:  # noqa: BLE001  (it is part of the text)
         return f"(its text cannot be had: {type(broken).__name__})"
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception and everything it wraps."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = wrapped_by(error) or error.__cause__ or error.__context__
+
+
+def wrapped_by(error: BaseException) -> BaseException | None:
+    """What Inductor wrapped; an attribute of that name may be anything on anyone's exception."""
+    inner = vars(error).get("inner_exception")
+    return inner if isinstance(inner, BaseException) else None
 
 
 class ShapeError(TcportError, ValueError):

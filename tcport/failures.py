@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Iterator
 
 import torch
 
@@ -19,7 +18,9 @@ from tcport.errors import (
     OutOfResourcesError,
     SelfTestError,
     TcportError,
+    causes,
     text_of,
+    wrapped_by,
 )
 from tcport.report import Cause
 
@@ -104,7 +105,7 @@ def raise_if_sticky(error: BaseException, kernel: str) -> None:
 
 def first_line(error: BaseException) -> str:
     """What an exception says in one line: the compiler's own words where Inductor wrapped them."""
-    inner = _inner(error) or error
+    inner = wrapped_by(error) or error
     lines = [line.strip() for line in text_of(inner).splitlines() if line.strip()]
     if lines and lines[0].startswith("An exception occurred in a subprocess"):
         lines = lines[-1:]
@@ -118,7 +119,7 @@ def details(error: BaseException) -> str:
 
 def class_name(error: BaseException) -> str:
     """The class of an exception, or of the one that Inductor wrapped."""
-    return type(_inner(error) or error).__name__
+    return type(wrapped_by(error) or error).__name__
 
 
 def own_error(error: BaseException) -> TcportError | None:
@@ -142,21 +143,6 @@ def _cause_of_own(error: TcportError) -> Cause | None:
 def _ran_out_of_memory(error: BaseException) -> bool:
     kinds = (torch.OutOfMemoryError, MemoryError)
     return any(isinstance(e, kinds) or _OUT_OF_MEMORY.search(text_of(e)) for e in causes(error))
-
-
-def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An exception and everything it wraps."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = _inner(error) or error.__cause__ or error.__context__
-
-
-def _inner(error: BaseException) -> BaseException | None:
-    """What Inductor wrapped; an attribute of that name may be anything on anyone's exception."""
-    inner = vars(error).get("inner_exception")
-    return inner if isinstance(inner, BaseException) else None
 
 
 def _raised_in(error: BaseException, modules: tuple[str, ...]) -> bool:
