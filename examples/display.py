@@ -27,7 +27,7 @@ def loading(console: Console, title: str) -> Iterator[Callable[[int, int], None]
 
 @contextmanager
 def compiling(console: Console, backend: str) -> Iterator[Callable[[str], AbstractContextManager[None]]]:
-    """A bar for each step while it is compiled: ``with running("decode"): ...``."""
+    """``with running("decode"): ...`` shows a bar while a step is compiled; off a terminal, a line before and after."""
     verb = "warming up" if backend == "eager" else "compiling"
     with Progress(
         SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console
@@ -35,6 +35,8 @@ def compiling(console: Console, backend: str) -> Iterator[Callable[[str], Abstra
 
         @contextmanager
         def running(step: str) -> Iterator[None]:
+            if not console.is_terminal:
+                console.print(f"{backend}: {verb} {step} ...", highlight=False)
             task = progress.add_task(f"{backend}: {verb} {step}", total=None)
             yield
             progress.update(task, total=1, completed=1)
@@ -58,6 +60,8 @@ class Transcript:
     def __enter__(self) -> Transcript:
         if self._console.is_terminal:
             self._live.start()
+        else:
+            self._console.print(f"{self._title}: generating ...", highlight=False)
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -1,6 +1,6 @@
 """A fusion in one function, and its test: ``python examples/write_a_graph_pass.py``.
 
-``x * sigmoid(x)``, which models write by hand, becomes one ``aten.silu`` node.
+``log(1 + x)``, which models write by hand, becomes one ``aten.log1p`` node, which is also more accurate for small x.
 """
 
 from __future__ import annotations
@@ -14,35 +14,37 @@ from tcport.testing import assert_equivalent, assert_graph, capture, run_pass
 aten = torch.ops.aten
 
 
-@tcport.register_pass(name="fuse_silu", before=("fuse_silu_mul",))
-def fuse_silu(graph: torch.fx.Graph, ctx: tcport.PassContext) -> int:
-    """Rules: a product of a tensor and its own sigmoid; where the sigmoid has other users, it stays for them."""
+@tcport.register_pass(name="fuse_log1p", before=("select_tiles",))
+def fuse_log1p(graph: torch.fx.Graph, ctx: tcport.PassContext) -> int:
+    """Rules: the logarithm of a tensor plus the number 1; where the sum has other users, it stays for them."""
     matches = 0
-    for product in graph.find_nodes(op="call_function", target=aten.mul.Tensor):
-        for x, gate in (product.args, reversed(product.args)):
-            if isinstance(gate, torch.fx.Node) and gate.target is aten.sigmoid.default and gate.args[0] is x:
-                with graph.inserting_before(product):
-                    silu = graph.call_function(aten.silu.default, (x,))
-                product.replace_all_uses_with(silu)
-                graph.erase_node(product)
-                if not gate.users:
-                    graph.erase_node(gate)
-                matches += 1
-                break
+    for log in graph.find_nodes(op="call_function", target=aten.log.default):
+        total = log.args[0]
+        if not isinstance(total, torch.fx.Node) or total.target is not aten.add.Tensor:
+            continue
+        if total.args[1] != 1 or total.kwargs:
+            continue
+        with graph.inserting_before(log):
+            log1p = graph.call_function(aten.log1p.default, (total.args[0],))
+        log.replace_all_uses_with(log1p)
+        graph.erase_node(log)
+        if not total.users:
+            graph.erase_node(total)
+        matches += 1
     return matches
 
 
-def gated(x: Tensor, y: Tensor) -> Tensor:
-    return (x * torch.sigmoid(x)) * y
+def softplus(x: Tensor, y: Tensor) -> Tensor:
+    return torch.log(1 + torch.exp(x)) * y
 
 
 def test_the_pass() -> None:
-    graph = capture(gated, torch.randn(4, 8), torch.randn(4, 8))
-    run_pass("fuse_silu", graph, matches=1)
-    assert_graph(graph, "CHECK: aten.silu.default\nCHECK-NOT: aten.sigmoid\nCHECK-NOT: aten.exp")
-    assert_equivalent(gated, torch.randn(4, 8), torch.randn(4, 8), matches={"fuse_silu": 1})
+    graph = capture(softplus, torch.randn(4, 8), torch.randn(4, 8))
+    run_pass("fuse_log1p", graph, matches=1)
+    assert_graph(graph, "CHECK: aten.exp.default\nCHECK: aten.log1p.default\nCHECK-NOT: aten.log.default")
+    assert_equivalent(softplus, torch.randn(4, 8), torch.randn(4, 8), matches={"fuse_log1p": 1})
 
 
 if __name__ == "__main__":
     test_the_pass()
-    print(tcport.explain(gated, torch.randn(4, 8), torch.randn(4, 8)))
+    print(tcport.explain(softplus, torch.randn(4, 8), torch.randn(4, 8)))

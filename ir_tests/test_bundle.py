@@ -284,6 +284,9 @@ def test_the_command_says_what_is_wrong(copy: Path) -> None:
     foreign = run(app, ["verify", str(copy), "--device", "a100"])
     assert foreign.exit_code == 1
     assert "was built for cuda 90" in foreign.output
+    processor = run(app, ["verify", str(copy), "--device", "cpu"])
+    assert processor.exit_code == 1
+    assert "was built for cuda 90" in processor.output
     (copy / read_bundle(copy).entries[0].file).write_bytes(b"")
     broken = run(app, ["verify", str(copy), "--device", "h200"])
     assert broken.exit_code == 1

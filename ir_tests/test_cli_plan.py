@@ -67,6 +67,11 @@ def test_profile_files_are_taken(tmp_path):
     assert any("is unknown" in note for note in data["notes"])
 
 
+def test_this_machines_cpu_is_a_device_too():
+    data = json.loads(run(app, ["plan", "--device", "cpu", "--no-compile", "--json"]).output)
+    assert data["device"]["device_type"] == "cpu"
+
+
 def test_devices_lists_what_is_here_and_what_is_not():
     listed = json.loads(run(app, ["devices", "--json"]).output)
     assert "cpu" in listed["present"]

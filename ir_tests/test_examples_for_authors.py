@@ -21,6 +21,11 @@ OP = "example::squared_relu"
 
 def test_the_pass_of_the_example() -> None:
     write_a_graph_pass.test_the_pass()
+    x, y = torch.linspace(-3, 3, 24).view(4, 6), torch.full((4, 6), 2.0)
+    report = tcport.explain(write_a_graph_pass.softplus, x, y)
+    assert [p.matches for p in report.graphs[0].passes if p.name == "fuse_log1p"] == [1]
+    compiled = torch.compile(write_a_graph_pass.softplus, backend="tcport")
+    torch.testing.assert_close(compiled(x, y), 2 * torch.nn.functional.softplus(x))
 
 
 def test_every_device_is_inspected(capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,7 +56,7 @@ _DTYPES = {
 @app.command()
 def plan(
     device: Annotated[
-        str | None, typer.Option(help="Catalogue name or profile file; default: the present one.")
+        str | None, typer.Option(help="Catalogue name, profile file or cpu; default: the present one.")
     ] = None,
     hq: Annotated[int, typer.Option(help="Query heads.")] = 32,
     hkv: Annotated[int, typer.Option(help="KV heads.")] = 8,
@@ -75,7 +75,7 @@ def plan(
 ) -> None:
     """Rank the tiles of one call on one device, with every reason and the compiled footprint."""
     try:
-        profile = device_profile() if device is None else load_profile(device)
+        profile = device_profile(device) if device in (None, "cpu") else load_profile(device)
         spec = plain_spec(
             num_q_heads=hq,
             num_kv_heads=hkv,

@@ -81,12 +81,14 @@ def inspect(folder: Path) -> None:
 @app.command()
 def verify(
     folder: Path,
-    device: Annotated[str | None, typer.Option(help="Device it should run on; default: the present one.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Catalogue name, profile file or cpu; default: the present one.")
+    ] = None,
 ) -> None:
     """Whether a bundle is whole and may run on a device; exit code 1 when not, with each reason."""
     try:
         bundle = read_bundle(folder)
-        profile = load_profile(device) if device else device_profile()
+        profile = device_profile(device) if device in (None, "cpu") else load_profile(device)
     except TcportError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from error
