@@ -18,9 +18,13 @@ import pytest
 import torch
 from fault_injection import TILES, Faulty, installed, launching, raising, refuse
 from test_chain import CompilationError, check, problem
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.graph import GraphLowering
+from torch._inductor.lowering import lowerings
+from torch._inductor.runtime import autotune_cache
 
 import tcport
-from tcport import errors, history, quarantine
+from tcport import _inductor, errors, history, quarantine
 from tcport.errors import LoweringRegistrationError, NoCandidateError
 from tcport.ir import TileConfig
 from tcport.kernels import reference
@@ -188,6 +192,43 @@ def test_threads_in_compiled_code_whose_kernel_fails_are_all_answered() -> None:
         torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
     assert [step.kernel for step in history.fallbacks()[steps:]] == ["first [tuned]"]
     assert tcport.counters()["recompiles after a failed launch"] == anew + 1
+
+
+def test_compiles_in_two_threads_leave_inductor_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first ends while the second is within, if it can be, as when a graph is compiled anew beside another."""
+    begun, beside, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def compile_fx(*args: object, **given: object) -> None:
+        if begun.is_set():
+            beside.set()
+            ended.wait(20)
+        else:
+            begun.set()
+            beside.wait(1)
+
+    def compile_graph() -> None:
+        nothing: dict[str, Any] = {}
+        _inductor.compile_graph(
+            torch.fx.GraphModule({}, torch.fx.Graph()),
+            [],
+            patches=nothing,
+            pipelines=nothing,
+            identity="",
+            emitters={PAGED_ATTENTION.overload: lambda node: _inductor.Emission(print, exact_strides=False)},
+            audit=lambda audit: None,
+        )
+        ended.set()
+
+    monkeypatch.setattr(_inductor, "compile_fx", compile_fx)
+    before = (GraphLowering.codegen, AsyncCompile.triton, vars(autotune_cache)["has_triton"], dict(lowerings))
+    threads = [threading.Thread(target=compile_graph) for _ in range(2)]
+    threads[0].start()
+    assert begun.wait(20)
+    threads[1].start()
+    for thread in threads:
+        thread.join()
+    assert beside.is_set()
+    assert (GraphLowering.codegen, AsyncCompile.triton, vars(autotune_cache)["has_triton"], dict(lowerings)) == before
 
 
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, SystemExit])

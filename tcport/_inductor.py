@@ -13,6 +13,7 @@ from typing import Any
 import sympy
 import torch
 import torch.fx
+from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.exc import RestartAnalysis, ShortenTraceback, SkipFrame
 from torch._dynamo.utils import counters
 from torch._functorch.aot_autograd import make_boxed_func  # pyright: ignore[reportPrivateImportUsage]
@@ -93,7 +94,9 @@ def compile_graph(
     patches = dict(patches)
     for slot, pipeline in pipelines.items():
         patches[slot] = _Pipeline(pipeline, identity, _user_passes(patches, slot), slot == _LAST_SLOT)
-    with _installed(emitters, audit):
+    # Of blocks that overlapped, the last to end would leave what the other had installed. Dynamo compiles under its
+    # lock; a graph whose kernel failed is compiled anew outside of Dynamo.
+    with compile_lock, _installed(emitters, audit):
         return compile_fx(gm, list(example_inputs), config_patches=patches)  # type: ignore[arg-type]
 
 
