@@ -267,13 +267,12 @@ def test_compiles_are_counted_and_injected_failures_stepped_over(
 
 
 def test_an_injected_failure_reaches_the_chain() -> None:
-    """A bug costs the kernel, and nobody else; what another kernel would meet too reaches the caller."""
+    """What a kernel was not built for costs the kernel; what one that is loaded says of the call reaches the caller."""
     q, kc, vc, table, lens = step().query, *two_tensors(), step().table, step().lens
     want = tcport.paged_attention(q, kc, vc, table, lens)
-    full = torch.OutOfMemoryError("injected")
-    with inject_failure("cpp_attention", full), pytest.raises(torch.OutOfMemoryError, match="injected"):
+    with inject_failure("cpp_attention", RuntimeError("injected")), pytest.raises(RuntimeError, match="injected"):
         tcport.paged_attention(q, kc, vc, table, lens)
-    with inject_failure("cpp_attention", RuntimeError("injected")):
+    with inject_failure("cpp_attention"):
         torch.testing.assert_close(tcport.paged_attention(q, kc, vc, table, lens), want, rtol=1e-5, atol=1e-5)
         assert "injected" in history.fallbacks()[-1].message
     assert torch.equal(tcport.paged_attention(q, kc, vc, table, lens), want)
@@ -297,3 +296,4 @@ def test_a_mean_is_one_of_four_tokens_at_least() -> None:
         assert_close(moved, right, dtype=torch.bfloat16)
     with pytest.raises(AssertionError, match=r"off by 0.0312"):
         assert_close((right[:1] * (1 + 2**-5)).float(), right[:1], dtype=torch.bfloat16)
+    assert_close(torch.tensor(1.0), torch.tensor(1.0))

@@ -52,7 +52,8 @@ def assert_close(
         return
     unit = max(1.0, expected[finite].abs().max().item())
     error = (actual[finite] - expected[finite]).abs() / unit
-    if error.max() > greatest or (len(expected) >= _TOKENS_OF_A_MEAN and error.mean() > mean):
+    tokens = expected.shape[0] if expected.dim() else 1
+    if error.max() > greatest or (tokens >= _TOKENS_OF_A_MEAN and error.mean() > mean):
         raise AssertionError(
             f"{what} is off by {error.max():.3g} at most and {error.mean():.3g} on average; "
             f"allowed: {greatest:.3g} and {mean:.3g} (of {unit:.3g})"
