@@ -12,7 +12,7 @@ from tcport import int4_ops
 from tcport.device import DeviceProfile, device_profile
 from tcport.fingerprint import triton_version
 from tcport.kernels import int4
-from tcport.kernels.call import Launcher
+from tcport.kernels.call import Launcher, is_traced
 from tcport.lowering.candidate import Candidate, Verdict
 from tcport.lowering.foreign import ForeignCall, ForeignSpec
 from tcport.lowering.registry import Answer, register_lowering
@@ -89,7 +89,7 @@ def _group(spec: ForeignSpec) -> int:
 
 
 def _run_gluon(units: int | None, call: ForeignCall, launch: Launcher) -> Tensor:
-    if launch is torch.library.wrap_triton or getattr(launch, "traced", False):
+    if is_traced(launch):
         return torch.ops.tcport.w4a16_few_rows.default(*call.args)  # Inductor cannot print Gluon
     from tcport.kernels.gluon_int4 import few_rows_matmul
 

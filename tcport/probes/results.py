@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import os
 import re
 import subprocess
@@ -23,6 +22,7 @@ from tcport.ir import TileConfig
 from tcport.locks import process_lock
 from tcport.logs import logger
 from tcport.tiling.footprint import kernel_sources
+from tcport.tiling.workers import answer_in
 from tcport.user_cache import cache_folder, keep, kept
 
 TIME_LIMIT = 90.0
@@ -154,11 +154,8 @@ def _holds(tile: TileConfig, test: str) -> bool:
 
 def _answer(line: str) -> tuple[str, Outcome] | None:
     """The name and outcome in a line of a worker's; None for what compilers and drivers say in between."""
-    try:
-        answer = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(answer, dict) or not isinstance(name := answer.pop("name", None), str):
+    answer = answer_in(line)
+    if answer is None or not isinstance(name := answer.pop("name", None), str):
         return None
     outcome = _outcome(answer)
     return None if outcome is None else (name, outcome)
