@@ -103,6 +103,35 @@ def test_the_second_check_compiles_nothing(cache, monkeypatch):
     assert 36864 <= first[0].footprints[0].shared < 36864 + 1024
 
 
+def test_what_is_kept_goes_stale_with_the_files_that_a_kernel_imports_and_with_no_other(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    files = {
+        "kernel_a": "from helper_a import inner",
+        "helper_a": "def inner():\n    import helper_b",
+        "helper_b": "import json",
+        "kernel_b": "import helper_b",
+    }
+
+    def keys():
+        footprint._sources.cache_clear()
+        return {name: footprint._key({"entry": f"{name}:run"}) for name in ("kernel_a", "kernel_b")}
+
+    for name, text in files.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    first = keys()
+    stale = {
+        "kernel_a": {"kernel_a"},
+        "helper_a": {"kernel_a"},
+        "helper_b": {"kernel_a", "kernel_b"},
+        "kernel_b": {"kernel_b"},
+    }
+    for name, text in files.items():
+        (tmp_path / f"{name}.py").write_text(text + "\n# other words")
+        assert {kernel for kernel, key in keys().items() if key != first[kernel]} == stale[name]
+        (tmp_path / f"{name}.py").write_text(text)
+    assert keys() == first
+
+
 def test_a_compiler_that_aborts_costs_its_own_tile_only(cache):
     spec, profile, tiles = decode_spec(), catalogue_profile("h200"), [TileConfig(16, n, 1, 3) for n in (32, 16)]
     wide, narrow = measure(spec, tiles, profile, "broken_kernels:aborts_on_wide_tiles", cache)

@@ -8,6 +8,7 @@ multiply the weights of the tile before with its values.
 
 from __future__ import annotations
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -18,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 ROWS = gl.constexpr(64)  # of a group of four warps: the height of a wgmma
+_KEEP_NAN = gl.constexpr(tl.PropagateNan.ALL)
 _LOG2E = gl.constexpr(1.4426950408889634)
 _LN2 = gl.constexpr(0.6931471805599453)
 _RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # from Triton 3.7 or later on
@@ -150,7 +152,9 @@ def _softmax(
     new_maximum = gl.maximum(maximum, gl.max(logits, 1))
     # A row that has seen no key yet: keep -inf - -inf from becoming NaN.
     reference = gl.where(new_maximum == float("-inf"), 0.0, new_maximum) * factor
-    weights = gl.exp2(logits * factor - reference[:, None])
+    # One instruction subtracts the rounded product from one that is not rounded: see triton_tile.py. NaN stays NaN.
+    below = gl.minimum(logits * factor - reference[:, None], 0.0, propagate_nan=_KEEP_NAN)
+    weights = gl.exp2(below)
     rescale = gl.exp2(maximum * factor - reference)
     return weights, rescale, new_maximum, denominator * rescale + gl.sum(weights, 1)
 

@@ -31,22 +31,22 @@ def targeting(target: GPUTarget) -> Iterator[None]:
 
 def converts_e4m3(device: torch.device) -> bool:
     """Whether the GPU converts float8_e4m3fn in hardware: NVIDIA from compute capability 8.9 on (PTX ISA, ``cvt``)."""
-    target = _named.get()
-    if target is not None:
-        return target.backend == "cuda" and int(target.arch) >= 89
-    if device.type != "cuda" or torch.version.cuda is None or not torch.cuda.is_available():
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 9)
+    return _capability(device) >= (8, 9)
 
 
 def overlaps_launches(device: torch.device) -> bool:
     """Whether a kernel can be launched before the one it waits for has ended: NVIDIA from compute capability 9.0 on."""
+    return _capability(device) >= (9, 0)
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of the NVIDIA GPU that launches are made for; (0, 0) where it is none."""
     target = _named.get()
     if target is not None:
-        return target.backend == "cuda" and int(target.arch) >= 90
+        return divmod(int(target.arch), 10) if target.backend == "cuda" else (0, 0)
     if device.type != "cuda" or torch.version.cuda is None or not torch.cuda.is_available():
-        return False
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+        return (0, 0)
+    return torch.cuda.get_device_capability(device)
 
 
 class _AbsentDevice:

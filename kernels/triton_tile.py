@@ -229,7 +229,10 @@ def _attend_tiles(
         if MASKED:
             # A row that has seen no key yet: keep -inf - -inf from becoming NaN.
             reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-        weights = tl.exp2(logits - reference[:, None])
+        # The product with scale and this difference may be one instruction, which subtracts the rounded maximum from
+        # what is not rounded: of huge logits that leaves far more than 0, whose power would overflow. NaN stays NaN.
+        below = tl.minimum(logits - reference[:, None], 0.0, propagate_nan=tl.PropagateNan.ALL)
+        weights = tl.exp2(below)
         rescale = tl.exp2(maximum - reference)
         denominator = denominator * rescale + tl.sum(weights, 1)
         maximum = new_maximum

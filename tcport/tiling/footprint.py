@@ -6,6 +6,7 @@ compiles, and fails at its first launch. Here it fails at plan time, with the nu
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import hashlib
@@ -13,7 +14,7 @@ import importlib.metadata
 import importlib.util
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,19 +136,40 @@ def _key(request: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps([request, versions], sort_keys=True).encode()).hexdigest()
 
 
+@functools.cache
 def kernel_sources() -> str:
     """Digest of the sources of tcport's Triton kernels: what was compiled from others is stale."""
-    return _sources("tcport.kernels.call")
+    spec = importlib.util.find_spec("tcport.kernels.call")
+    return "unknown" if spec is None or spec.origin is None else _digest(Path(spec.origin).parent.glob("*.py"))
 
 
 @functools.cache
 def _sources(module: str) -> str:
-    """Hash of every source file beside a kernel's: a kernel calls helpers from its neighbours."""
+    """Digest of a kernel's file and of the files beside it that it imports, directly or not."""
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
         return "unknown module"
+    files, reading = set(), [Path(spec.origin)]
+    while reading:
+        path = reading.pop()
+        files.add(path)
+        reading += [
+            near for name in _imports(path) if (near := path.parent / f"{name}.py") not in files and near.exists()
+        ]
+    return _digest(files)
+
+
+def _imports(path: Path) -> set[str]:
+    """Last parts of the names that a file imports anywhere in it: of modules, and of what may be modules."""
+    nodes = list(ast.walk(ast.parse(path.read_bytes())))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
+    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+    return {name.rsplit(".", 1)[-1] for name in names}
+
+
+def _digest(files: Iterable[Path]) -> str:
     digest = hashlib.sha256()
-    for path in sorted(Path(spec.origin).parent.glob("*.py")):
+    for path in sorted(files):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 
