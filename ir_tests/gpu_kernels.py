@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 
 import torch
@@ -31,6 +32,14 @@ def verify(case: Case, config: TileConfig, tolerance: float | None = None) -> No
     """Compare the kernel of a case's form with the reference."""
     call = build(case, "cuda")
     check(call, *attend(call, config), TOLERANCE[case.dtype] if tolerance is None else tolerance)
+
+
+def of_any_size(call: AttentionCall) -> AttentionCall:
+    """The call with queries of sizes from next to nothing to as much as their dtype, or an LSE in fp32, holds."""
+    largest = 3e4 if call.query.dtype == FP16 else 1e30
+    sizes = torch.tensor([1 / largest, 1.0, largest, 300.0, 0.0, largest**0.5])
+    sizes = sizes.repeat(len(call.query) // len(sizes) + 1)[: len(call.query), None, None]
+    return dataclasses.replace(call, query=call.query * sizes.to(call.query))
 
 
 def attend(call: AttentionCall, config: TileConfig) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_kernels import BF16, FP16, TOLERANCE
+from gpu_kernels import BF16, FP16, TOLERANCE, of_any_size
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from paged_cases import Case, build, check
@@ -51,6 +51,14 @@ def verify(case: Case, tile: TileConfig | None = None) -> None:
 @pytest.mark.parametrize("options", [{}, {"window": 100}, {"causal": False}, {"scale": -0.1}, {"scale": 0.0}], ids=str)
 def test_options(dim: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
     verify(dataclasses.replace(CASE, dims=(dim, dim), dtype=dtype).with_options(**options))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_logits_of_any_size(dim: int, dtype: torch.dtype) -> None:
+    call = of_any_size(build(dataclasses.replace(CASE, dims=(dim, dim), dtype=dtype), "cuda"))
+    tile = rank_hopper_tiles(attention_spec(call), device_profile(call.query.device)).configs[0]
+    check(call, *hopper_prefill(call, tile, lambda kernel: kernel), TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("window", [1, 15, 16, 17, 128, 129])

@@ -297,3 +297,16 @@ def test_a_mean_is_one_of_four_tokens_at_least() -> None:
     with pytest.raises(AssertionError, match=r"off by 0.0312"):
         assert_close((right[:1] * (1 + 2**-5)).float(), right[:1], dtype=torch.bfloat16)
     assert_close(torch.tensor(1.0), torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("wrong", [0.0, 1.0, torch.inf, -torch.inf])
+def test_what_must_be_nan_or_infinite_is_that_and_no_other_number(wrong: float) -> None:
+    want = torch.tensor([1.0, torch.nan, torch.inf, -torch.inf])
+    assert_close(want.clone(), want)
+    for place in (1, 2, 3):
+        actual = want.clone()
+        actual[place] = wrong
+        if wrong == want[place]:
+            continue
+        with pytest.raises(AssertionError, match="differs where infinite or NaN numbers are expected"):
+            assert_close(actual, want)

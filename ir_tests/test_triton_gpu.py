@@ -17,16 +17,18 @@ from gpu_kernels import (
     VARLEN,
     VARLEN_TILE,
     attend,
+    of_any_size,
     tile_of,
     verify,
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from paged_cases import FP8, Case, build, check
+from paged_cases import FP8, Case, build, check, expected
 
 from tcport.ir import TileConfig
 from tcport.kernels.call import AttentionCall
 from tcport.testing import LAYOUTS, paged_batches
+from tcport.testing.closeness import assert_close
 
 pytestmark = pytest.mark.gpu
 
@@ -72,6 +74,33 @@ def test_batches_cut_by_their_lengths(lens: tuple[int, ...], options: dict, dtyp
     case = Case(lens, heads=(8, 2), dims=(128, 128), dtype=dtype).with_options(**options)
     for parts in (2, 3, 8):
         verify(case, dataclasses.replace(DECODE_TILE, parts=parts))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("case", [DECODE, VARLEN], ids=["decode", "varlen"])
+def test_logits_of_any_size(case: Case, splits: int, dtype: torch.dtype) -> None:
+    """Rounding leaves up to 2**-24 of a logit, which is no exponent where the logit is 1e30."""
+    call = build(dataclasses.replace(case, dtype=dtype), "cuda")
+    check(
+        of_any_size(call),
+        *attend(of_any_size(call), dataclasses.replace(tile_of(case), num_splits=splits)),
+        TOLERANCE[dtype],
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", [DECODE, VARLEN], ids=["decode", "varlen"])
+def test_nan_in_a_query_reaches_its_own_rows_only(case: Case, dtype: torch.dtype) -> None:
+    call = build(dataclasses.replace(case, dtype=dtype), "cuda")
+    query = call.query.clone()
+    query[2, 1, 3] = torch.nan
+    call = dataclasses.replace(call, query=query)
+    out, _ = attend(call, tile_of(case))
+    want, _ = expected(call)
+    assert want[2, 1].isnan().all()
+    assert want.isnan().sum() == want[2, 1].numel()
+    assert_close(out, want, dtype=dtype)
 
 
 @pytest.mark.parametrize("page", [1, 5, 16, 64, 1056])

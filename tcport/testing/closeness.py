@@ -44,7 +44,7 @@ def assert_close(
     greatest, mean = tolerance(dtype or actual.dtype)
     actual, expected = actual.detach().cpu().double(), expected.detach().cpu().double()
     finite = expected.isfinite()
-    if not torch.equal(actual[~finite].nan_to_num(), expected[~finite].nan_to_num()):
+    if not torch.allclose(actual[~finite], expected[~finite], rtol=0, atol=0, equal_nan=True):
         raise AssertionError(f"{what} differs where infinite or NaN numbers are expected")
     if not actual[finite].isfinite().all():
         raise AssertionError(f"{what} has {(~actual[finite].isfinite()).sum()} NaN or infinite numbers that are wrong")
