@@ -25,6 +25,7 @@ from torch._inductor.runtime import autotune_cache
 
 import tcport
 from tcport import _inductor, errors, history, quarantine
+from tcport._inductor_lowering import Emission
 from tcport.errors import LoweringRegistrationError, NoCandidateError
 from tcport.ir import TileConfig
 from tcport.kernels import reference
@@ -214,7 +215,7 @@ def test_compiles_in_two_threads_leave_inductor_as_it_was(monkeypatch: pytest.Mo
             patches=nothing,
             pipelines=nothing,
             identity="",
-            emitters={PAGED_ATTENTION.overload: lambda node: _inductor.Emission(print, exact_strides=False)},
+            emitters={PAGED_ATTENTION.overload: lambda node: Emission(print, exact_strides=False)},
             audit=lambda audit: None,
         )
         ended.set()

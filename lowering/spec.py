@@ -55,9 +55,6 @@ def attention_spec(call: AttentionCall) -> AttentionSpec:
     k, v = call.k_cache, call.v_cache
     return AttentionSpec(
         form="decode" if call.cu_seqlens_q is None else "varlen",
-        num_seqs=dim(call.block_table.shape[0]),
-        num_tokens=dim(call.query.shape[0]),
-        max_context=dim(call.block_table.shape[1]) * dim(k.shape[1]),
         num_q_heads=int(call.query.shape[1]),
         num_kv_heads=int(k.shape[2]),
         head_dim_qk=int(k.shape[3]),
@@ -78,13 +75,16 @@ def attention_spec(call: AttentionCall) -> AttentionSpec:
         batch_invariant=call.batch_invariant,
         return_lse=call.return_lse,
         v_is_view_of_k=call.v_is_view_of_k,
+        # Last, when sizes that were asked for as numbers are numbers: equal calls then have equal specs.
+        num_seqs=dim(call.block_table.shape[0]),
+        num_tokens=dim(call.query.shape[0]),
+        max_context=dim(call.block_table.shape[1]) * dim(k.shape[1]),
     )
 
 
 def write_spec(call: WriteCall) -> WriteSpec:
     """The spec of a cache write on real or fake tensors."""
     return WriteSpec(
-        num_tokens=dim(call.slot_mapping.shape[0]),
         num_kv_heads=int(call.k_cache.shape[2]),
         head_dim_qk=int(call.k_cache.shape[3]),
         head_dim_v=int(call.v_cache.shape[3]),
@@ -93,6 +93,7 @@ def write_spec(call: WriteCall) -> WriteSpec:
         k_layout=kv_layout(call.k_cache),
         v_layout=kv_layout(call.v_cache),
         kv_scales=call.k_scale is not None or call.v_scale is not None,
+        num_tokens=dim(call.slot_mapping.shape[0]),
     )
 
 

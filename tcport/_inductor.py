@@ -22,31 +22,15 @@ from torch._inductor import config, ir
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.graph import GraphLowering
-from torch._inductor.lowering import lowerings, process_subgraph_nodes, register_lowering
+from torch._inductor.lowering import lowerings, register_lowering
 from torch._inductor.runtime import autotune_cache
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils._triton import has_triton
 
 from tcport._inductor_blame import naming
-from tcport._inductor_race import Race, winner
-
-
-@dataclasses.dataclass(frozen=True)
-class Emission:
-    """How to lower one node.
-
-    Attributes:
-        run: the node's arguments to its results; traced, so it may use torch operations and wrapped Triton kernels.
-        exact_strides: the traced code reads strides, so each tensor must really have those of its fake tensor.
-    """
-
-    run: Callable[..., Any]
-    exact_strides: bool
+from tcport._inductor_lowering import Emit, Traces
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +59,7 @@ def compile_graph(
     patches: Mapping[str, Any],
     pipelines: Mapping[str, Callable[[torch.fx.Graph], None]],
     identity: str,
-    emitters: Mapping[Any, Callable[[torch.fx.Node], Emission | Race]],
+    emitters: Mapping[Any, Emit],
     audit: Callable[[Audit], None],
 ) -> Callable[..., Any]:
     """Compile a Dynamo graph with Inductor; nothing that is installed for it outlives the call.
@@ -233,9 +217,7 @@ def _user_passes(patches: dict[str, Any], slot: str) -> tuple[Any, ...]:
 
 
 @contextlib.contextmanager
-def _installed(
-    emitters: Mapping[Any, Callable[[torch.fx.Node], Emission | Race]], audit: Callable[[Audit], None]
-) -> Iterator[None]:
+def _installed(emitters: Mapping[Any, Emit], audit: Callable[[Audit], None]) -> Iterator[None]:
     """Inductor with tcport's lowerings and audit, for the length of a ``with`` block."""
     overloads = [*emitters, torch.ops.aten.sym_storage_offset.default]
     before = {overload: lowerings[overload] for overload in overloads if overload in lowerings}
@@ -246,8 +228,9 @@ def _installed(
         audit(Audit(getattr(result[0], "value", ""), tuple(_allocated(graph))))
         return result
 
+    traces = Traces()
     for overload, emit in emitters.items():
-        register_lowering(overload, type_promotion_kind=None)(_lowering(emit))
+        register_lowering(overload, type_promotion_kind=None)(traces.lowering(emit))
     if torch.ops.aten.sym_storage_offset.default not in lowerings:
         # Without it, in-graph views of one symbolic tensor are all written at offset 0 (pytorch#198068).
         register_lowering(torch.ops.aten.sym_storage_offset.default, type_promotion_kind=None)(_storage_offset)
@@ -275,44 +258,6 @@ def _keys_remote_cache() -> bool:
     """
     remote = config.autotune_remote_cache or config.bundled_autotune_remote_cache
     return bool(remote or config.is_fbcode()) and has_triton()  # pyright: ignore[reportPrivateImportUsage]
-
-
-def _lowering(emit: Callable[[torch.fx.Node], Emission | Race]) -> Callable[..., Any]:
-    """A lowering that traces what ``emit`` says and lowers the trace in place of the node."""
-
-    def lower(*args: Any, **kwargs: Any) -> Any:
-        node = V.graph.current_node
-        emission = emit(node)
-        if isinstance(emission, Race):
-            emission = winner(emission)()
-        leaves, spec = tree_flatten((node.args, node.kwargs))
-        holes = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.fx.Node)]
-        fakes = [leaves[i].meta["val"] for i in holes]
-        lowered_leaves, _ = tree_flatten((args, kwargs))
-        inputs = [lowered_leaves[i] for i in holes]
-        if emission.exact_strides:
-            inputs = [_with_strides(value, fake) for value, fake in zip(inputs, fakes, strict=True)]
-
-        def run(*values: Any) -> Any:
-            filled = list(leaves)
-            for i, value in zip(holes, values, strict=True):
-                filled[i] = value
-            call_args, call_kwargs = tree_unflatten(filled, spec)
-            results = emission.run(*call_args, **call_kwargs)
-            return () if results is None else results  # torch 2.11 takes an output of None for a missing output
-
-        with V.fake_mode:
-            traced = make_fx(run, decomposition_table=select_decomp_table())(*fakes)
-        return process_subgraph_nodes(traced, inputs) or None
-
-    return lower
-
-
-def _with_strides(value: Any, fake: Any) -> Any:
-    if not isinstance(fake, torch.Tensor):
-        return value
-    value.realize()  # else a tensor that only exists as an expression is made a buffer that a write to it would miss
-    return ir.ExternKernel.require_exact_strides(value, fake.stride())
 
 
 def _hint(size: int | torch.SymInt) -> int | None:

@@ -11,6 +11,7 @@ import torch.fx
 
 from tcport import _inductor, passes, pattern_engine, quarantine  # noqa: F401  (what two of them register is used)
 from tcport._inductor_blame import failed_call, failed_kernel
+from tcport._inductor_lowering import Emission, Emit
 from tcport._inductor_race import Race, Way, real_tensors
 from tcport.bundle.store import bundles
 from tcport.chain import screened, step_down, survivors
@@ -124,20 +125,20 @@ class Attempt:
         own_options = dataclasses.replace(self.options, inductor=())
         return fingerprint([own_options, profiles, own_passes, lowerings, states, prebuilt, quarantine.keys()])
 
-    def _emitters(self) -> dict[Any, Callable[[torch.fx.Node], _inductor.Emission | Race]]:
+    def _emitters(self) -> dict[Any, Emit]:
         if self.options.debug:
             self.report.note("debug: operators are called, checked and poisoned, instead of being lowered")
             return {}
         return {op.overload: lambda node, op=op: self._emit(op, node) for op in all_operators()}
 
-    def _emit(self, operator: Operator, node: torch.fx.Node) -> _inductor.Emission | Race:
+    def _emit(self, operator: Operator, node: torch.fx.Node) -> Emission | Race:
         try:
             return self._lowered(operator, node)
         except TcportError as error:
             self.refused = error  # it comes out of Inductor wrapped, as does what a kernel raises and can be survived
             raise
 
-    def _lowered(self, operator: Operator, node: torch.fx.Node) -> _inductor.Emission | Race:
+    def _lowered(self, operator: Operator, node: torch.fx.Node) -> Emission | Race:
         call = call_of_node(operator, node)
         choice: NodeChoice = node.meta.get("tcport") or choose(
             operator, call, device_profile(device_of(call)), self.options.kernel
@@ -172,7 +173,7 @@ class Attempt:
             self.step_down([(emitted, kernel)], error, cause)
         return entrants
 
-    def _emission(self, node: torch.fx.Node, choice: NodeChoice, link: Candidate, why: str = "") -> _inductor.Emission:
+    def _emission(self, node: torch.fx.Node, choice: NodeChoice, link: Candidate, why: str = "") -> Emission:
         terms = Terms.of(self.options.kernel, self.options.strict)
         emitted = Emitted(node.name, choice, link, terms=terms)
         self.emitted.append(emitted)
@@ -188,7 +189,8 @@ class Attempt:
                 self.broken_off = (emitted, emitted.running or emitted.candidate, error)
                 raise
 
-        return _inductor.Emission(run, exact_strides=not emitted.candidate.plain)
+        notes = (emitted.launches, emitted.calls)
+        return Emission(run, exact_strides=not emitted.candidate.plain, alike=link, notes=notes)
 
     def _audit(self, audit: _inductor.Audit) -> None:
         self.report.source = audit.source
