@@ -109,15 +109,27 @@ WHOLE_AND_SPLIT = ["combine_kernel", "paged_attention_kernel", "paged_attention_
 
 
 @pytest.mark.parametrize("aligned", [True, False])
-def test_eager_decode_compiles_five_kernels_for_every_batch_and_length(compiled_by, aligned: bool) -> None:
-    """For whole sequences, for equal numbers of parts, for parts by the lengths, and two that merge parts."""
+def test_eager_decode_compiles_six_kernels_for_every_batch_and_length(compiled_by, aligned: bool) -> None:
+    """For small batches, for whole sequences, for equal numbers of parts, for parts by the lengths, and two merges."""
     found: set[tuple[str, str]] = set()
     for size, keys in itertools.product(range(1, 65), LENGTHS):
         found |= compiled_by(PAGED_ATTENTION, attention(size, keys), aligned)
-    assert names(found) == sorted([*WHOLE_AND_SPLIT, "combine_kernel", "paged_attention_kernel"])
-    # Three calls warm all of it up: one sequence with a short table, and one and two with a long one.
-    warm = set().union(*(compiled_by(PAGED_ATTENTION, attention(*sizes)) for sizes in ((1, 16), (1, 4096), (2, 4096))))
+    assert names(found) == sorted(
+        [*WHOLE_AND_SPLIT, "combine_kernel", "paged_attention_kernel", "paged_attention_kernel"]
+    )
+    # Four calls warm all of it up: one sequence and many with a short table, and one and two with a long one.
+    calls = (attention(*sizes) for sizes in ((1, 16), (17, 16), (1, 4096), (2, 4096)))
+    warm = set().union(*(compiled_by(PAGED_ATTENTION, call) for call in calls))
     assert aligned is False or warm == found
+
+
+def test_small_decode_batches_take_one_tile_that_covers_their_keys(compiled_by) -> None:
+    """On an H200 one sequence of 128 keys took 3.7 us so, and 5.7 us cut in two and merged."""
+    sizes = [(1, 16), (1, 112), (3, 50), (16, 16)]  # the table of ``attention`` has a page more than the keys
+    (only,) = set().union(*(compiled_by(PAGED_ATTENTION, attention(*each)) for each in sizes))
+    assert "'BLOCK_N': 128" in only[1]
+    for size, keys in ((1, 113), (17, 112)):
+        assert only not in compiled_by(PAGED_ATTENTION, attention(size, keys))
 
 
 def test_eager_prompts_and_drafts_compile_four_kernels(compiled_by) -> None:

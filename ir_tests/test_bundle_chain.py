@@ -25,7 +25,7 @@ from tcport.kernels import reference
 from tcport.lowering import bundled
 from tcport.lowering.operators import PAGED_ATTENTION, WRITE_AND_ATTEND, choose, choose_for
 from tcport.lowering.registry import touch
-from tcport.lowering.spec import attention_spec, opened
+from tcport.lowering.spec import attention_spec, kind_of
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +54,7 @@ def attended_right(args: tuple[Tensor, ...]) -> None:
 
 
 def break_triton(args: tuple[Tensor, ...]) -> None:
-    choice = choose_for(PAGED_ATTENTION, opened(attention_spec(PAGED_ATTENTION.call(*args))), H200)
+    choice = choose_for(PAGED_ATTENTION, kind_of(attention_spec(PAGED_ATTENTION.call(*args))), H200)
     first = choice.selection.candidates[0]
     chain.step_down(choice, first, first, RuntimeError("Cannot find ptxas"), "toolchain")
     assert chain.survivors(choice)[0].kernel == "bundle_attention"

@@ -17,11 +17,11 @@ from tcport.ir import BATCH, TOKENS, AttentionSpec, TileConfig
 from tcport.kernels.call import WriteCall
 from tcport.kernels.offline import record
 from tcport.lowering.registry import select
-from tcport.lowering.spec import WriteSpec, opened
+from tcport.lowering.spec import WriteSpec, kind_of, opened
 from tcport.tiling import TileLayoutOptimizer, rank_tiles, rank_write_tiles
 from tcport.tiling.plan import plain_spec
 from tcport.tiling.problem import padded, problem_of, split_head_dim
-from tcport.tiling.splits import part_count
+from tcport.tiling.splits import part_count, split_count
 
 H200 = catalogue_profile("h200")
 SLICE = H200.replace(compute_units=14, memory_bytes=10 << 30)
@@ -70,6 +70,36 @@ def test_open_sizes_are_cut_as_known_ones_are():
     prefill = rank_tiles(dataclasses.replace(spec, num_tokens=tokens), H200).configs[0]
     assert (prefill.block_m, prefill.splits(1, 4, 4096), prefill.splits(1, 512, 16384)) == (64, 33, 1)
     assert prefill.splits(16, 64, 4096) == 2  # twice 128 blocks are resident at a time
+
+
+@pytest.mark.parametrize(
+    ("sequences", "keys", "splits"),
+    [(1, 128, 1), (1, 192, 3), (8, 245, 1), (8, 246, 3), (16, 361, 1), (16, 362, 3), (32, 593, 1), (32, 594, 2)],
+)
+def test_what_is_merged_takes_longer_than_half_of_its_keys(sequences, keys, splits):
+    """By hand: a merge is as long as 64 keys and 30 for each of 32 rows a sequence, on 132 units."""
+    batch, context = (sympy.Symbol(name, positive=True, integer=True) for name in ("s0", "s1"))
+    spec = decode_spec(num_seqs=batch, num_tokens=batch, max_context=context)
+    assert rank_tiles(spec, H200).configs[0].splits(sequences, sequences, keys) == splits
+    known = split_count(problem_of(decode_spec(batch=sequences, context=keys)), 16, 32, 132, 5, invariant=False)
+    assert known == splits
+
+
+def test_keys_of_one_split_leave_no_number_open():
+    batch = sympy.Symbol("s0", positive=True, integer=True)
+    spec = decode_spec(num_seqs=batch, num_tokens=batch, max_context=128)
+    first = rank_tiles(spec, H200).configs[0]
+    assert (first.block_n, first.num_splits) == (128, 1)
+
+
+def test_small_decode_batches_are_planned_as_one_kind_and_all_others_as_another():
+    small = {kind_of(decode_spec(batch=b, context=c)) for b, c in ((1, 16), (1, 128), (16, 16), (16, 128), (7, 48))}
+    assert small == {decode_spec(batch=16, context=128)}
+    others = {kind_of(decode_spec(batch=b, context=c)) for b, c in ((1, 144), (17, 16), (64, 8192))}
+    assert others == {opened(decode_spec())}
+    drafts = decode_spec(batch=4, context=64, tokens=16)
+    assert kind_of(drafts) == opened(drafts)
+    assert rank_tiles(small.pop(), H200).configs[0].uncut == TileConfig(16, 128, 4, 1)
 
 
 @pytest.mark.parametrize(

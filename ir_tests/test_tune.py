@@ -192,7 +192,7 @@ def test_an_eager_call_follows_the_power_limit_of_a_device_that_is_watched(monke
     touch()
     store(Table(identity_of(H200), (entry(),)))
     caches = [torch.empty(16, 16, 8, 128, dtype=torch.bfloat16, device="meta") for _ in range(2)]
-    table, lens = (torch.empty(shape, dtype=torch.int32, device="meta") for shape in ((3, 4), (3,)))
+    table, lens = (torch.empty(shape, dtype=torch.int32, device="meta") for shape in ((3, 16), (3,)))
     query = torch.empty(3, 32, 128, dtype=torch.bfloat16, device="meta")
     call = AttentionCall.of(query, *caches, table, lens)
 

@@ -15,6 +15,8 @@ from tcport.kernels.call import AttentionCall, MergeCall, WriteAndAttendCall, Wr
 
 Spec = TypeVar("Spec")
 _OPEN_SIZES = {"num_seqs": BATCH, "num_tokens": TOKENS, "max_context": CONTEXT}
+_FEW = {"num_seqs": 16, "num_tokens": 16, "max_context": 128}
+"""Sizes of the largest small decode batch: one wide tile covers a sequence, and the batch leaves most devices idle."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +112,16 @@ def opened(spec: Spec) -> Spec:
     return dataclasses.replace(spec, **_open_sizes_of(type(spec)))  # type: ignore[type-var]
 
 
+def kind_of(spec: Spec) -> Spec:
+    """The spec that is planned for in its place: one for all sizes, and one for small decode batches.
+
+    A small batch is over before the merge of keys that were cut for a large one. How small it is says the width of its
+    block table: lengths stay on the device.
+    """
+    small = isinstance(spec, AttentionSpec) and spec.form == "decode" and _is_small(spec)
+    return dataclasses.replace(spec, **_FEW) if small else opened(spec)  # type: ignore[type-var]
+
+
 def merge_spec(call: MergeCall) -> MergeSpec:
     """The spec of a merge on real or fake tensors."""
     tokens, heads, head_dim = call.out_a.shape
@@ -145,6 +157,11 @@ def compiled_facts(spec: object) -> str:
         elif dataclasses.is_dataclass(value):
             closed[name] = compiled_facts(value)
     return repr(tuple(closed.items()))
+
+
+def _is_small(spec: AttentionSpec) -> bool:
+    sizes = {name: getattr(spec, name) for name in _FEW}
+    return all(isinstance(size, int) and size <= _FEW[name] for name, size in sizes.items())
 
 
 @functools.cache

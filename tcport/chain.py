@@ -26,7 +26,7 @@ from tcport.lowering.candidate import Candidate
 from tcport.lowering.operators import NodeChoice, Operator, choose_for, device_of
 from tcport.lowering.registry import Kernels, generation
 from tcport.lowering.results import check_call_results
-from tcport.lowering.spec import opened
+from tcport.lowering.spec import kind_of
 from tcport.probes import probe, trusted
 from tcport.report import Cause, FallbackReason
 
@@ -55,11 +55,12 @@ def run(operator: Operator, call: Any, *, kernel: Kernels = None, strict: bool =
 def chosen(operator: Operator, call: Any, *, kernel: Kernels = None) -> Chosen:
     """The kernels for a call on real tensors; arguments and errors as :func:`run`.
 
-    They are chosen as compiled code chooses whose sizes are open: another batch or length takes the same kernels.
+    They are chosen as compiled code chooses whose sizes are open: another batch or length takes the same kernels, but
+    for small decode batches (:func:`tcport.lowering.spec.kind_of`).
     """
     profile = device_profile(device_of(call))
     state = (generation(), named_folders(), refreshes())
-    choice = _choice(operator, opened(operator.spec(call)), profile, kernel, state)
+    choice = _choice(operator, kind_of(operator.spec(call)), profile, kernel, state)
     return Chosen(choice, tuple(quarantine.reason(choice, link) for link in choice.selection.candidates))
 
 

@@ -13,6 +13,9 @@ _CTAS_PER_UNIT = 2
 _KEYS_PER_PART = 128
 # Splits of few keys are short, as there is nothing else to do; a merge of many costs more than it gains.
 _KEYS_PER_SPLIT, _FREE_SPLITS, _KEYS_PER_FURTHER_SPLIT = 64, 8, 160
+# A merge takes as long as so many keys of a CTA, and so many more for each row of the result that a unit merges; by the
+# cost model (:mod:`tcport.tiling.cost`), for seven shapes on three devices. A cut saves half of a sequence or more.
+_KEYS_PER_MERGE, _KEYS_PER_MERGED_ROW = 64, 30
 _MOST = 128
 # Where keys are cut by the lengths of the batch.
 _CTAS_TO_BALANCE, _LEAST_PARTS = 5, 3
@@ -23,7 +26,8 @@ _INVARIANT_BATCH = 8
 def split_count(problem: Problem, block_m: int, block_n: int, units: int, resident: int, *, invariant: bool) -> Dim:
     """The number of splits: an int, or an expression in the sizes that are open.
 
-    The call's blocks times the splits shall be about two CTAs per unit, but not more than are resident at a time.
+    The call's blocks times the splits shall be about two CTAs per unit, but not more than are resident at a time; and
+    half of a sequence must take longer than the merge, else it stays whole.
 
     Args:
         units: compute units.
@@ -35,14 +39,17 @@ def split_count(problem: Problem, block_m: int, block_n: int, units: int, reside
     if invariant:
         return 1 if problem.kernel != "decode" else _between(-(-wanted // (blocks * _INVARIANT_BATCH)), _MOST)
     batch: Dim = BATCH if problem.open_batch else problem.num_seqs
-    work = blocks * batch
+    work, tokens = blocks * batch, batch
     if problem.kernel != "decode":  # as many blocks as equal lengths have; those that only may begin are empty
-        tokens: Dim = TOKENS if problem.open_tokens else problem.num_tokens
+        tokens = TOKENS if problem.open_tokens else problem.num_tokens
         work = work * _ceil_div(tokens, max(1, block_m // problem.rows) * batch)
     context: Dim = CONTEXT if problem.open_context else problem.max_context
     shortest = _floor_div(context, max(_KEYS_PER_SPLIT, block_n))
     worthwhile = _FREE_SPLITS + _floor_div(context, _KEYS_PER_FURTHER_SPLIT)
-    return _between(_ceil_div(wanted, work), _MOST, shortest, worthwhile, _floor_div(room, work))
+    rows = problem.num_kv_heads * problem.rows * tokens
+    merge = _KEYS_PER_MERGE + _ceil_div(_KEYS_PER_MERGED_ROW * rows, units)
+    paid = _MOST * _floor_div(context, 2 * merge)  # 0 where it is not
+    return _between(_ceil_div(wanted, work), _MOST, shortest, worthwhile, paid, _floor_div(room, work))
 
 
 def part_count(problem: Problem, block_m: int, block_n: int, units: int, resident: int) -> Dim:
@@ -67,7 +74,9 @@ def part_count(problem: Problem, block_m: int, block_n: int, units: int, residen
 
 
 def _between(wanted: Dim, *limits: Dim) -> Dim:
-    """``wanted``, at least 1 and otherwise at most each limit."""
+    """``wanted``, at least 1 and otherwise at most each limit; a number where one limit settles it."""
+    if any(isinstance(limit, int) and limit <= 1 for limit in limits):
+        return 1
     return _most(1, _least(wanted, *limits))
 
 
