@@ -60,6 +60,7 @@ LAYERS = {
     "tcport.bundle": 2,
     "tcport.bundle.command": 4,
     "tcport._inductor": 3,
+    "tcport._inductor_calls": 3,
     "tcport._inductor_lowering": 3,
     "tcport._inductor_race": 3,
     "tcport._inductor_blame": 3,
@@ -94,7 +95,7 @@ LAYERS = {
 }
 
 # Those that may name private parts of torch: Inductor as a compiler, what it raises, its races, its pattern matcher.
-PRIVATE = tuple(f"tcport._inductor{part}" for part in ("", "_blame", "_lowering", "_patterns", "_race"))
+PRIVATE = tuple(f"tcport._inductor{part}" for part in ("", "_blame", "_calls", "_lowering", "_patterns", "_race"))
 
 # Private by spelling, public by documentation.
 PUBLIC_UNDERSCORES = {"torch._check", "torch._check_is_size"}

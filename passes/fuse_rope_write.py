@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from tcport import rope_op as rope_op  # defines the operator
 from tcport.effects import has_effect, writes_in_place
@@ -116,8 +117,10 @@ def _keeps_heads(view: torch.fx.Node) -> bool:
         return False
     values = [n.meta.get("val") for n in (view.args[0], view)]  # type: ignore[union-attr]
     tensors = [t for v in values for t in (v if isinstance(v, (tuple, list)) else (v,))]
-    rows = {(t.shape[-1], t.stride(-1)) if isinstance(t, torch.Tensor) and t.dim() else None for t in tensors}
-    return len(rows) == 1 and None not in rows
+    if not all(isinstance(t, torch.Tensor) and t.dim() for t in tensors):
+        return False
+    (size, stride), *others = ((t.shape[-1], t.stride(-1)) for t in tensors)  # sizes that are open have no hash
+    return all(statically_known_true(a == size) and statically_known_true(b == stride) for a, b in others)
 
 
 def _obstacle(

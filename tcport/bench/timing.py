@@ -52,17 +52,19 @@ def _captured(run: Callable[[T], object], inputs: Sequence[T], repeats: int) -> 
     return graph
 
 
-def host_microseconds(run: Callable[[], object], calls: int = 200) -> float:
-    """Median time the host spends on one call that is only put into the queue."""
+def host_microseconds(
+    run: Callable[[], object], calls: int = 200, wait: Callable[[], None] = torch.cuda.synchronize
+) -> float:
+    """Median time the host spends on one call that is only put into the queue; ``wait`` empties the queue."""
     for _ in range(3):
         run()
-    torch.cuda.synchronize()
+    wait()
     times = []
     for _ in range(calls):
         start = time.perf_counter()
         run()
         times.append(time.perf_counter() - start)
-        torch.cuda.synchronize()
+        wait()
     return statistics.median(times) * 1e6
 
 
