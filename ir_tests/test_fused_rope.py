@@ -314,6 +314,15 @@ def test_any_order_of_writes_and_reads_equals_eager(fn: Callable[..., Any]) -> N
     assert_equivalent(fn, *inputs(), HALF_COS, HALF_SIN, matches={"fuse_rope_write": ORDERS[fn]}, exact=True)
 
 
+def test_a_head_dim_that_is_open_hides_nothing() -> None:
+    """What one attention gives is what the next reads, and no weight says how many dims it has."""
+
+    def two_layers(q: Tensor, *rest: Tensor) -> Tensor:
+        return attend(attend(q, *rest), *rest)
+
+    assert_equivalent(two_layers, *inputs(), dynamic=True, matches={"fuse_rope_write": 0, "write_in_place": 2})
+
+
 @pytest.mark.parametrize("attention", [canonical_attention, torch_attention])
 def test_a_whole_model_through_every_pass(attention: Any) -> None:
     """Two layers of the example, decoding: hidden states, tokens and caches, against the model in fp64."""
