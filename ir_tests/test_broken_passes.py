@@ -25,6 +25,7 @@ from tcport.errors import (
 from tcport.graph_pass import GraphPass, PassContext, PassFn, register_pass
 from tcport.options import Options
 from tcport.pass_manager import run_passes
+from tcport.pass_values import derive
 from tcport.report import PassReport
 
 aten = torch.ops.aten
@@ -70,6 +71,33 @@ def drops_a_write(graph: torch.fx.Graph, ctx: PassContext) -> int:
 
 def hoists_a_write(graph: torch.fx.Graph, ctx: PassContext) -> int:
     find(graph, aten.add_.Tensor).prepend(find(graph, aten.mul_.Tensor))
+    return 1
+
+
+def hoists_a_write_in_silence(graph: torch.fx.Graph, ctx: PassContext) -> int:
+    hoists_a_write(graph, ctx)
+    return 0
+
+
+def derives_too_early(graph: torch.fx.Graph, ctx: PassContext) -> int:
+    """The value is right when it is stated, and then what the node reads is changed."""
+    add, relu = find(graph, aten.add.Tensor), find(graph, aten.relu.default)
+    sigmoid = replace(graph, relu, aten.sigmoid.default, *relu.args)
+    sigmoid.meta["val"] = derive(sigmoid)
+    with graph.inserting_after(add):
+        wide = graph.call_function(aten._to_copy.default, (add,), {"dtype": torch.float64})
+    wide.meta["val"] = derive(wide)
+    turned = find(graph, aten.t.default)
+    turned.args = (wide,)
+    turned.meta["val"] = derive(turned)
+    return 1
+
+
+def derives_and_takes_another_argument(graph: torch.fx.Graph, ctx: PassContext) -> int:
+    relu, add = find(graph, aten.relu.default), find(graph, aten.add.Tensor)
+    sigmoid = replace(graph, relu, aten.sigmoid.default, *relu.args)
+    sigmoid.meta["val"] = derive(sigmoid)
+    sigmoid.args = (add,)
     return 1
 
 
@@ -154,6 +182,9 @@ def drops_an_output(graph: torch.fx.Graph, ctx: PassContext) -> int:
     [
         (drops_a_write, EffectError, "'bad' dropped the node 'mul_'.*aten.mul_.*ctx.merged"),
         (hoists_a_write, EffectError, "'bad' moved the node 'mul_'.*keep their order"),
+        (hoists_a_write_in_silence, EffectError, "'bad' moved the node 'mul_'.*keep their order"),
+        (derives_too_early, NodeValueError, r"'sigmoid_default'.*float32\[3, 2\].*gives float64\[3, 2\]"),
+        (derives_and_takes_another_argument, NodeValueError, r"'sigmoid_default'.*\[3, 2\].*gives float32\[2, 3\]"),
         (states_a_wrong_shape, NodeValueError, r"'add'.*float32\[7\].*gives float32\[2, 3\].*Delete meta\['val'\]"),
         (states_a_wrong_dtype, NodeValueError, r"'add'.*float64\[2, 3\].*gives float32\[2, 3\]"),
         (changes_strides_inside, NodeValueError, r"'t' .*strides \[1, 3\].*gives .*strides \[2, 1\]"),
@@ -253,3 +284,28 @@ def test_sizes_that_depend_on_data_are_no_contradiction() -> None:
         return 1
 
     assert run(traced(picks, torch.ones(5), mode="symbolic"), repoints).matches == 1
+
+
+def test_a_value_is_derived_once_a_pass_while_the_node_stays_as_it_is() -> None:
+    """What a pass derived is not derived again to be checked, and no later pass finds a note of it."""
+    calls: list[str] = []
+
+    def counted(x: torch.Tensor) -> torch.Tensor:
+        calls.append("run")
+        return torch.relu(x)
+
+    counted.__module__ = "torch.counted"  # derived are operators and Python's own functions alone
+
+    def puts_it_in(graph: torch.fx.Graph, ctx: PassContext) -> int:
+        relu = find(graph, aten.relu.default)
+        node = replace(graph, relu, counted, *relu.args)
+        node.meta["val"] = derive(node)
+        assert derive(node) is node.meta["val"]
+        return 1
+
+    graph = traced()
+    run(graph, puts_it_in)
+    assert calls == ["run"]
+    (node,) = graph.find_nodes(op="call_function", target=counted)
+    assert derive(node) is not node.meta["val"]
+    assert calls == ["run", "run"]

@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import dropout, silu
 
 import tcport
+from tcport import pattern_engine
 from tcport.errors import PatternError
 from tcport.pattern import Bindings, Pattern, number, tensor
 from tcport.testing import assert_equivalent, assert_graph, capture, run_pass
@@ -56,6 +57,46 @@ def test_it_matches_however_it_is_spelled(name: str, dtype: torch.dtype, dynamic
     report, graph = matches(GATED, SPELLINGS[name], X.to(dtype), Y.to(dtype), dynamic=dynamic)
     assert (report.matches, report.notes) == (1, ())
     assert_graph(graph, "CHECK: aten.hypot\nCHECK-NOT: aten.exp\nCHECK-NOT: aten.mul")
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_replacement_is_traced_once_for_equal_matches(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And each match of other sizes or strides gets one of its own; no two nodes share a value."""
+    traced: list[str] = []
+
+    def counted(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        traced.append(function.__name__)
+        return trace(function, *args, **options)
+
+    trace = pattern_engine.trace
+    monkeypatch.setattr(pattern_engine, "trace", counted)
+
+    def by_columns(gate: Tensor, up: Tensor) -> Tensor:
+        """Its result says which sizes and strides it was traced for."""
+        return torch.hypot(gate, up) + gate.shape[-1] + gate.stride(0)
+
+    def fn(x: Tensor, y: Tensor, z: Tensor) -> list[Tensor]:
+        layers = [x]
+        for _ in range(3):
+            layers.append(silu(layers[-1]) * y)
+        return [*layers[1:], silu(z) * z.neg(), silu(x.t()) * y.t()]
+
+    pattern = Pattern(gated, by_columns, gate=tensor("... d"), up=tensor("... d"))
+    z = torch.randn(4, 9)
+    report, graph = matches(pattern, fn, X, Y, z, dynamic=dynamic)
+    assert (report.matches, report.notes) == (5, ())
+    assert traced.count("by_columns") == 3
+    values = [node.meta["val"] for node in graph.graph.find_nodes(op="call_function", target=aten.hypot.default)]
+    assert len({id(value) for value in values}) == len({value.untyped_storage()._cdata for value in values}) == 5
+    layers = [X]
+    for _ in range(3):
+        layers.append(torch.hypot(layers[-1], Y) + 6 + 6)
+    want = [*layers[1:], torch.hypot(z, -z) + 9 + 9, torch.hypot(X.t(), Y.t()) + 4 + 1]
+    given, tensors = [], iter((X, Y, z))
+    for node in graph.graph.find_nodes(op="placeholder"):
+        value = node.meta["val"]
+        given.append(value.node.hint if isinstance(value, torch.SymInt) else next(tensors))
+    torch.testing.assert_close(list(graph(*given)), want)
 
 
 def test_operands_are_commuted_at_every_depth() -> None:

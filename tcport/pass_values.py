@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,9 +11,24 @@ import torch
 import torch.fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 
+_DERIVED = "tcport_derived"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Derived:
+    """A derived value, and everything that it was derived from."""
+
+    given: tuple[Any, ...]
+    value: Any
+
+    def stands_for(self, given: tuple[Any, ...]) -> bool:
+        return len(given) == len(self.given) and all(a is b for a, b in zip(given, self.given, strict=True))
+
 
 def derive(node: torch.fx.Node, key: str = "val") -> Any:
     """What a node computes, as a fake value; None where that cannot be told from its operator and arguments alone.
+
+    A node that is as it was when it was last asked about has the value it had, until :func:`forget_derived`.
 
     Raises:
         Exception: whatever the operator raises on these arguments.
@@ -24,11 +40,33 @@ def derive(node: torch.fx.Node, key: str = "val") -> Any:
         return None
     if node.op == "call_function" and not _is_derivable(node):
         return None
+    known = node.meta.get(_DERIVED)
+    if known is not None and known.stands_for(_given(node, key)):
+        return known.value
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta[key])
     with fake_mode(node.graph, key):
         if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+            value = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        else:
+            value = node.target(*args, **kwargs)  # type: ignore[operator]
+    note_derived(node, value, key)
+    return value
+
+
+def note_derived(node: torch.fx.Node, value: Any, key: str = "val") -> None:
+    """Say what :func:`derive` would derive for a node, where that is known."""
+    node.meta[_DERIVED] = _Derived(_given(node, key), value)
+
+
+def forget_derived(graph: torch.fx.Graph) -> None:
+    """Let every value be derived anew, and leave no trace in a graph that others go on with."""
+    for node in graph.nodes:
+        node.meta.pop(_DERIVED, None)
+
+
+def _given(node: torch.fx.Node, key: str) -> tuple[Any, ...]:
+    """What decides a node's value; a node's arguments are a new tuple whenever they change."""
+    return (key, node.target, node.args, node.kwargs, *(argument.meta.get(key) for argument in node.all_input_nodes))
 
 
 @contextlib.contextmanager

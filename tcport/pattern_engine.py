@@ -15,7 +15,7 @@ from tcport.errors import PatternError
 from tcport.graph_pass import PassContext
 from tcport.pass_values import agree, facts, fake_mode
 from tcport.pattern import FLOATING, Bindings, Pattern, Wildcard, use_engine
-from tcport.pattern_match import Found, insert, misfit, multiple, results, used_elsewhere, written_between
+from tcport.pattern_match import Found, insert, misfit, multiple, results, used_elsewhere, values_of, written_between
 
 
 class InductorEngine:
@@ -152,9 +152,7 @@ def _checked(pattern: Pattern, shape: _Shape, bound: dict[str, Any], root: torch
 def _retraced(pattern: Pattern, shape: _Shape, bindings: Bindings) -> tuple[Any, ...]:
     """A spelling as it is with the sizes, strides and numbers of one match; layers of a model share it."""
     names = tuple(inspect.signature(shape.function).parameters)
-    key = tuple(facts(bindings[name]) for name in names)
-    mode = next(v.fake_mode for name in names if hasattr(v := bindings[name], "fake_mode"))
-    known = pattern.retraced.setdefault(mode, {})
+    known, key = _known(pattern, bindings, names)
     if (shape.function, key) not in known:
         with fake_mode(bindings.root.graph):
             graph = trace(shape.function, [bindings[name] for name in names])
@@ -165,22 +163,48 @@ def _retraced(pattern: Pattern, shape: _Shape, bindings: Bindings) -> tuple[Any,
 def _replace(pattern: Pattern, found: Found) -> str | bool:
     """Put the replacement in the place of a match: True, or the reason why it does not fit there."""
     bindings, graph = found.bindings, found.bindings.root.graph
-    names = pattern.order or ()
-    with fake_mode(graph):
-        gm = trace(pattern.replace, [bindings[name] for name in names], sizes_as_constants=False)
+    gm = _replacement(pattern, bindings)
     new = results(gm)
     if len(new) != (count := len(found.outputs)):
         raise PatternError(
             f"The replacement of the pattern {pattern.name} returns {len(new)} values, the pattern {count}.",
             "Return the same values in the same order.",
         )
+    tensors = [bindings.nodes[name] for name in pattern.order or () if isinstance(bindings[name], torch.Tensor)]
+    with fake_mode(graph):
+        values = values_of(gm, tensors)
     for old, made in zip(found.outputs, new, strict=True):
-        was, now = old.meta["val"], made.meta.get("val")  # type: ignore[union-attr]
+        was, now = old.meta["val"], values.get(made)
         if not agree(was, now):
             return f"the replacement gives {facts(now)} for {facts(was)}"
-    tensors = [bindings.nodes[name] for name in names if isinstance(bindings.nodes[name], torch.fx.Node)]
-    insert(gm, tensors, found, pattern.name)
+    insert(gm, tensors, found, values)
     return True
+
+
+def _replacement(pattern: Pattern, bindings: Bindings) -> torch.fx.GraphModule:
+    """The replacement as it is with the sizes, strides and numbers of one match; layers of a model share it."""
+    names = pattern.order or ()
+    known, key = _known(pattern, bindings, names)
+    if (pattern.replace, key) not in known:
+        with fake_mode(bindings.root.graph):
+            gm = trace(pattern.replace, [bindings[name] for name in names], sizes_as_constants=False)
+        if list(gm.graph.find_nodes(op="get_attr")):
+            raise PatternError(
+                f"The replacement of the pattern {pattern.name} holds a tensor of its own.",
+                "Make it in the replacement, with torch.full for instance, or let a wildcard stand for it.",
+            )
+        if any("unbacked_bindings" in node.meta for node in gm.graph.nodes):
+            return gm  # it makes sizes that depend on data, of which each match has its own
+        for node in gm.graph.nodes:
+            node.meta.pop("val", None)  # it would keep the compile's fake mode, and with it this entry, for good
+        known[pattern.replace, key] = gm
+    return known[pattern.replace, key]
+
+
+def _known(pattern: Pattern, bindings: Bindings, names: Sequence[str]) -> tuple[dict[Any, Any], tuple[str, ...]]:
+    """What was traced for a pattern in this compile, and what stands there for the values of one match."""
+    mode = next(v.fake_mode for name in pattern.wildcards if hasattr(v := bindings[name], "fake_mode"))
+    return pattern.retraced.setdefault(mode, {}), tuple(facts(bindings[name]) for name in names)
 
 
 def _dtypes(graph: torch.fx.Graph) -> set[torch.dtype]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,8 @@ import torch.fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from tcport.effects import has_effect, writes_in_place
-from tcport.errors import PatternError
 from tcport.no_ops import passes_on
+from tcport.pass_values import note_derived
 from tcport.pattern import FLOATING, Bindings, Pattern
 
 
@@ -127,26 +127,43 @@ def results(replacement: torch.fx.GraphModule) -> Sequence[torch.fx.Node]:
     return returned if isinstance(returned, (tuple, list)) else (returned,)
 
 
-def insert(replacement: torch.fx.GraphModule, inputs: Sequence[torch.fx.Node], found: Found, name: str) -> None:
+def values_of(replacement: torch.fx.GraphModule, inputs: Sequence[torch.fx.Node]) -> dict[torch.fx.Node, Any]:
+    """The fake values of a traced replacement's nodes for these inputs: those they have, or new ones."""
+    values: dict[torch.fx.Node, Any] = {}
+    given = iter(inputs)
+    for node in replacement.graph.nodes:
+        if node.op == "placeholder":
+            values[node] = next(given).meta["val"]
+        elif "val" in node.meta:
+            values[node] = node.meta["val"]
+        elif node.op == "call_function":
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = node.target(*args, **kwargs)
+    return values
+
+
+def insert(
+    replacement: torch.fx.GraphModule,
+    inputs: Sequence[torch.fx.Node],
+    found: Found,
+    values: Mapping[torch.fx.Node, Any],
+) -> None:
     """Put a traced replacement before the root of a match, and erase what nothing uses any more.
 
     Args:
-        inputs: what stands for the replacement's placeholders. name: the pattern's, for a message.
+        inputs: what stands for the replacement's placeholders. values: of its nodes, from :func:`values_of`.
     """
     graph = found.bindings.root.graph
     stand_ins: dict[torch.fx.Node, Any] = {}
     with graph.inserting_before(found.bindings.root):
         given = iter(inputs)
         for node in replacement.graph.nodes:
-            if node.op == "get_attr":
-                raise PatternError(
-                    f"The replacement of the pattern {name} holds a tensor of its own.",
-                    "Make it in the replacement, with torch.full for instance, or let a wildcard stand for it.",
-                )
             if node.op == "placeholder":
                 stand_ins[node] = next(given)
             elif node.op == "call_function":
-                stand_ins[node] = graph.node_copy(node, stand_ins.__getitem__)
+                stand_ins[node] = new = graph.node_copy(node, stand_ins.__getitem__)
+                new.meta["val"] = values[node]
+                note_derived(new, values[node])
     for old, new in zip(found.outputs, results(replacement), strict=True):
         old.replace_all_uses_with(stand_ins[new], delete_user_cb=lambda user: user not in found.inner)
     found.erase()
