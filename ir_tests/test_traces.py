@@ -199,9 +199,7 @@ def test_numbers_that_are_equal_and_not_the_same(traces: list[str]) -> None:
     assert len(traces) == 5
 
 
-def test_sizes_that_depend_on_data_are_each_nodes_own(traces: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
-
+def test_sizes_that_depend_on_data_are_each_nodes_own(traces: list[str]) -> None:
     def with_count(call: Any, launch: Any) -> Tensor:
         x, by = call.args
         return x * by + x.nonzero().shape[0]
@@ -209,7 +207,7 @@ def test_sizes_that_depend_on_data_are_each_nodes_own(traces: list[str], monkeyp
     def run(x: Tensor, y: Tensor) -> list[Tensor]:
         return [scaled(x, 2.0), scaled(y, 2.0)]
 
-    with lowered(with_count):
+    with lowered(with_count), torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         x, y = torch.tensor([1.0, 0.0, 3.0]), torch.tensor([0.0, 5.0, 0.0])
         outs = torch.compile(run, backend="tcport", fullgraph=True, options=FRESH)(x, y)
     assert [out.tolist() for out in outs] == [[4.0, 2.0, 8.0], [1.0, 11.0, 1.0]]
