@@ -30,7 +30,10 @@ INSTRUCTIONS = {
 
 
 def checks() -> dict[str, Callable[[], None]]:
-    return {" ".join(row): functools.partial(uses, *row) for row in INSTRUCTIONS}
+    return {
+        **{" ".join(row): functools.partial(uses, *row) for row in INSTRUCTIONS},
+        "nvidia sm_90 softmax under products": softmax_under_products,
+    }
 
 
 def uses(vendor: str, arch: str, form: str) -> None:
@@ -44,6 +47,18 @@ def uses(vendor: str, arch: str, form: str) -> None:
         assert getattr(compiled.metadata, name) == value, f"{name} is {getattr(compiled.metadata, name)}, not {value}"
     if options.get("waves_per_eu"):
         assert f'"amdgpu-waves-per-eu"="{options["waves_per_eu"]}' in compiled.asm["llir"]
+
+
+def softmax_under_products() -> None:
+    """In the loop of the Hopper kernel all powers of a tile stand before the wait for the products with the values.
+
+    A thread has 64 of a tile's 64 x 128 logits, and a rescale of two rows. The assembler is free to move them, and has.
+    """
+    compiled, _ = best("nvidia", "sm_90", "varlen")
+    marks = re.findall(r"MUFU\.EX2|DEPBAR\.LE gsb0, 0x[01]|HGMMA|LDL|STL", compiled.asm["sass"])
+    under = re.findall(r"HGMMA DEPBAR\.LE gsb0, 0x1 ((?:MUFU\.EX2 )+)(?=DEPBAR\.LE gsb0, 0x0)", " ".join(marks))
+    # One loop for each group of warps; disassemblers of some Tritons show the first only.
+    assert [len(powers.split()) for powers in under] in ([66], [66, 66]), marks
 
 
 def best(vendor: str, arch: str, form: str) -> tuple[Any, dict[str, Any]]:

@@ -61,6 +61,21 @@ def test_logits_of_any_size(dim: int, dtype: torch.dtype) -> None:
     check(call, *hopper_prefill(call, tile, lambda kernel: kernel), TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("size", [0.3, 7.7, -3e4, 3e8, -3e8, 1e18, -1e30])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_equal_logits_of_any_size_weigh_the_same_in_every_tile(dim: int, size: float) -> None:
+    """Neither rounding on one side nor on the other may take weight from the maximum, or grow with the tiles."""
+    call = build(Case((1500,), (150,), heads=(8, 2), dims=(dim, dim), dtype=BF16).with_options(causal=False), "cuda")
+    keys = torch.where(call.k_cache.isnan(), call.k_cache, 1.0)
+    call = dataclasses.replace(call, query=torch.full_like(call.query, size), k_cache=keys)
+    tile = rank_hopper_tiles(attention_spec(call), device_profile(call.query.device)).configs[0]
+    out, _ = hopper_prefill(call, tile, lambda kernel: kernel)
+    pages = call.block_table[0, : -(-1500 // 16)].long()
+    mean = call.v_cache[pages].flatten(0, 1)[:1500].double().mean(0)  # [KV heads, dim]
+    want = mean.repeat_interleave(4, 0).expand(150, 8, dim)
+    assert (out.double() - want).norm() <= TOLERANCE[BF16] * want.norm()
+
+
 @pytest.mark.parametrize("window", [1, 15, 16, 17, 128, 129])
 def test_windows_at_the_edges_of_boxes_and_tiles(window: int) -> None:
     verify(CASE.with_options(window=window))
@@ -122,8 +137,9 @@ def test_any_lengths(case: Case) -> None:
 
 
 def test_more_sequences_than_one_look_at_the_lengths_takes() -> None:
-    count = 300
-    verify(Case(tuple(range(5, 5 + count)), (3,) * count, heads=(8, 2), dims=(64, 64), dtype=BF16))
+    for count in (254, 255, 256, 300):  # 256 at once, the rows before and behind all sequences among them
+        lens = tuple(range(5, 5 + count))
+        verify(Case(lens, (3,) * count, heads=(8, 2), dims=(64, 64), dtype=BF16, uncovered=(2, 4)))
     verify(Case((0, 0), (3, 2), heads=(8, 2), dims=(64, 64), dtype=BF16))
 
 

@@ -75,12 +75,12 @@ def hopper_attention_kernel(
     kv_head = gl.program_id(0) % NUM_KV_HEADS
     # Late blocks of a causal sequence are the heavy ones: start them first.
     block = gl.num_programs(0) // NUM_KV_HEADS - 1 - gl.program_id(0) // NUM_KV_HEADS
-    seq, first_token, seq_end = _find_tokens(block, cu_seqlens_q, cu_stride, num_seqs, num_tokens, TOKENS)
+    seq, first_token, seq_end, seq_len = _find_tokens(
+        block, cu_seqlens_q, cu_stride, seq_lens, lens_stride, num_seqs, num_tokens, TOKENS
+    )
     count = gl.minimum(seq_end - first_token, TOKENS)
     if count <= 0:
         return
-    covered = (seq >= 0) & (seq < num_seqs)
-    seq_len = gl.load(seq_lens + seq.to(gl.int64) * lens_stride, mask=covered, other=0).to(gl.int32)
     first_position = seq_len - seq_end + first_token
 
     # Keys that some row sees, and among them those that every row sees. Tiles begin where a box does.
@@ -136,26 +136,34 @@ def hopper_attention_kernel(
 
 
 @gluon.jit
-def _find_tokens(block, cu_seqlens_q, cu_stride, num_seqs, num_tokens, TOKENS: gl.constexpr):
-    """The sequence of a block (-1 and B for the rows before and behind all), its first token, the sequence's end.
+def _find_tokens(block, cu_seqlens_q, cu_stride, seq_lens, lens_stride, num_seqs, num_tokens, TOKENS: gl.constexpr):
+    """The sequence of a block (-1 and B for the rows before and behind all), the block's first token, and the
+    sequence's end and length.
 
-    Blocks are dealt out as in :mod:`tcport.kernels.triton_attention`. Begin and end of the sequence come out of the
-    same loads that count the sequences, as the last offset at or before the block and the first behind it: loads by
-    the sequence's number would wait for them.
+    Blocks are dealt out as in :mod:`tcport.kernels.triton_attention`. All comes out of the loads that count the
+    sequences, begin and end as the last offset at or before the block and the first behind it: loads by the sequence's
+    number would wait for them. Every warp looks at all sequences, so that no warp waits for another.
     """
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    layout: gl.constexpr = gl.BlockedLayout([_SEGMENTS_AT_ONCE // 32], [32], [gl.num_warps()], [0])
     segments = block * 0
     seq_begin = segments
     seq_end = segments + num_tokens
+    seq_len = segments
     for first in range(0, num_seqs + 2, _SEGMENTS_AT_ONCE):
         segment = first + gl.arange(0, _SEGMENTS_AT_ONCE, layout=layout)
-        known = (segment > 0) & (segment < num_seqs + 2)
-        opens = gl.load(cu_seqlens_q + (segment - 1).to(gl.int64) * cu_stride, mask=known, other=0).to(gl.int32)
-        before = opens // TOKENS + segment <= block
-        segments += gl.sum((known & before).to(gl.int32), 0)
-        seq_begin = gl.maximum(seq_begin, gl.max(gl.where(known & before, opens, 0), 0))
+        offset = segment - 1
+        known = (offset >= 0) & (offset <= num_seqs)
+        opens = gl.load(cu_seqlens_q + offset.to(gl.int64) * cu_stride, mask=known, other=0).to(gl.int32)
+        length = gl.load(seq_lens + offset.to(gl.int64) * lens_stride, mask=known & (offset < num_seqs), other=0)
+        before = known & (opens // TOKENS + segment <= block)
+        more = gl.sum(before.to(gl.int32), 0)
+        segments += more
+        seq_begin = gl.maximum(seq_begin, gl.max(gl.where(before, opens, 0), 0))
         seq_end = gl.minimum(seq_end, gl.min(gl.where(known & (before == 0), opens, num_tokens), 0))
-    return segments - 1, seq_begin + (block - seq_begin // TOKENS - segments) * TOKENS, seq_end
+        # The block's own segment is the last that opens at or before it: its number is how many do.
+        own = gl.max(gl.where(before & (segment == segments), length.to(gl.int32), 0), 0)
+        seq_len = gl.where(more > 0, own, seq_len)
+    return segments - 1, seq_begin + (block - seq_begin // TOKENS - segments) * TOKENS, seq_end, seq_len
 
 
 @gluon.jit

@@ -23,9 +23,10 @@ def fetch(
 ):  # fmt: skip
     """Ask for the boxes of every tile as buffers become free.
 
-    Keys go one tile ahead of values, as they are multiplied one tile ahead and their buffers are free sooner; page ids
-    go one tile ahead of keys, so that no copy waits for them. Boxes behind the last visible key fetch that key's box
-    once more: a tile is always the same number of bytes, and table entries that hold no visible key are not read.
+    Keys go one tile ahead of values, as they are multiplied one tile ahead: those of a tile are freed together with the
+    values of the tile before. Page ids go one tile ahead of keys, so that no copy waits for them. Boxes behind the last
+    visible key fetch that key's box once more: a tile is always the same number of bytes, and table entries that hold
+    no visible key are not read.
     """
     key_ready, key_free, value_ready, value_free = barriers
     start, end, tiles = span

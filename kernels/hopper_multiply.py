@@ -22,7 +22,10 @@ ROWS = gl.constexpr(64)  # of a group of four warps: the height of a wgmma
 _KEEP_NAN = gl.constexpr(tl.PropagateNan.ALL)
 _LOG2E = gl.constexpr(1.4426950408889634)
 _LN2 = gl.constexpr(0.6931471805599453)
-_RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # from Triton 3.7 or later on
+_LAST_PLACE = gl.constexpr(2.0**-23)  # one to two units in the last place of an fp32 number, relative to it
+# Names of Triton 3.6 and of later ones.
+_RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+_meet = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @gluon.jit
@@ -66,53 +69,59 @@ def multiply(
     row_begin, row_end = visible(position, seq_len, window, CAUSAL)
     factor = scale * _LOG2E
     maximum = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, logit_layout))
-    denominator = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, logit_layout))
     result = gl.zeros([ROWS, DIM], gl.float32, out_layout)
     nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, logit_layout)
+    sums = _sum_by_thread(nothing)
     if tiles > 0:
         mbarrier.wait(key_ready.index(0), 0)
         logits = warpgroup_mma(query_tile, key_tiles.index(0).permute((1, 0)), nothing, use_acc=False)
         mbarrier.arrive(key_free.index(0))
-        weights, _, maximum, denominator = _softmax(
-            logits, start, full_begin, full_end, row_begin, row_end, column, maximum, denominator, factor, BLOCK_N
+        weights, rescale, maximum, sums = _softmax(
+            logits, start, full_begin, full_end, row_begin, row_end, column, maximum, sums, factor
         )
         weights = gl.convert_layout(weights.to(dtype), weight_layout)
         mbarrier.wait(key_ready.index(1 % STAGES), 1 // STAGES & 1, pred=tiles > 1)
+        if start < begin:
+            mbarrier.wait(value_ready.index(0), 0)
+            _erase(value_tiles.index(0), start, begin, seq_len, BLOCK_N, DIM)
+            _meet()  # here, so that no round of the loop does
         for tile in range(1, tiles):
             stage = tile % STAGES
             before = (tile - 1) % STAGES
             mbarrier.wait(value_ready.index(before), (tile - 1) // STAGES & 1)
-            if (tile == 1) & (start < begin):
-                _erase(value_tiles.index(before), start, begin, seq_len, BLOCK_N, DIM)
             logits = warpgroup_mma(
                 query_tile, key_tiles.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True
             )
+            # Rescale under the products with the keys: behind those with the values nothing would hide it. The wait is
+            # for all products but one, and only that one is pending: it keeps the compiler from rescaling sooner.
+            result = warpgroup_mma_wait(1, deps=(result,))
+            result *= gl.convert_layout(rescale, gl.SliceLayout(1, out_layout))[:, None]
             result = warpgroup_mma(weights, value_tiles.index(before), result, is_async=True)
             logits = warpgroup_mma_wait(1, deps=(logits,))
-            mbarrier.arrive(key_free.index(stage))
-            next_weights, rescale, maximum, denominator = _softmax(
-                logits, start + tile * BLOCK_N, full_begin, full_end, row_begin, row_end, column, maximum,
-                denominator, factor, BLOCK_N,
-            )  # fmt: skip
+            next_weights, rescale, maximum, sums = _softmax(
+                logits, start + tile * BLOCK_N, full_begin, full_end, row_begin, row_end, column, maximum, sums, factor
+            )
             next_weights = gl.convert_layout(next_weights.to(dtype), weight_layout)
             # This wait of the next round stands here because it is a loop: the assembler moves the softmax
             # across a wait for products, which it is to run under, and not across a loop.
             after = tile + 1
             mbarrier.wait(key_ready.index(after % STAGES), after // STAGES & 1, pred=after < tiles)
             result, weights = warpgroup_mma_wait(0, deps=(result, weights))
+            # The four warps meet to free a buffer: for keys and values at once, and not between products and softmax.
             mbarrier.arrive(value_free.index(before))
-            rescale = gl.convert_layout(rescale, gl.SliceLayout(1, out_layout))
-            result *= rescale[:, None]
+            mbarrier.arrive(key_free.index(stage))
             weights = next_weights
         final = (tiles - 1) % STAGES
         past = start + (tiles - 1) * BLOCK_N
         mbarrier.wait(value_ready.index(final), (tiles - 1) // STAGES & 1)
         if (past < begin) | (past + BLOCK_N > seq_len):
             _erase(value_tiles.index(final), past, begin, seq_len, BLOCK_N, DIM)
+        result *= gl.convert_layout(rescale, gl.SliceLayout(1, out_layout))[:, None]
         result = warpgroup_mma(weights, value_tiles.index(final), result)
+    denominator = gl.convert_layout(gl.sum(sums, 1), maximum.type.layout)
     target = token * (NUM_KV_HEADS * GROUP) + head
     share = gl.convert_layout(gl.where(denominator > 0, denominator, 1.0), gl.SliceLayout(1, out_layout))
-    result = gl.convert_layout((result / share[:, None]).to(out.dtype.element_ty), wide)
+    result = gl.convert_layout((result * (1.0 / share)[:, None]).to(out.dtype.element_ty), wide)
     gl.store(out + target[:, None] * DIM + dim[None, :], result, mask=valid[:, None])
     if lse is not None:
         log_sum = (maximum * factor + gl.log2(denominator)) * _LN2
@@ -140,23 +149,35 @@ def visible(position, seq_len, window, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def _softmax(
-    logits, start, full_begin, full_end, row_begin, row_end, column, maximum, denominator, factor,
-    BLOCK_N: gl.constexpr,
-):  # fmt: skip
-    """Weights of one tile's products, the factor on what was summed before, and the new maximum and denominator."""
-    if (start + BLOCK_N > full_end) | (start < full_begin):
+def _softmax(logits, start, full_begin, full_end, row_begin, row_end, column, maximum, sums, factor):
+    """Weights of one tile's products, the factor on what was summed before, and the new maximum and sums."""
+    if (start + logits.shape[1] > full_end) | (start < full_begin):
         key = start + column
         seen = (key[None, :] >= row_begin[:, None]) & (key[None, :] < row_end[:, None])
         logits = gl.where(seen, logits, float("-inf"))
     new_maximum = gl.maximum(maximum, gl.max(logits, 1))
     # A row that has seen no key yet: keep -inf - -inf from becoming NaN.
-    reference = gl.where(new_maximum == float("-inf"), 0.0, new_maximum) * factor
-    # One instruction subtracts the rounded product from one that is not rounded: see triton_tile.py. NaN stays NaN.
-    below = gl.minimum(logits * factor - reference[:, None], 0.0, propagate_nan=_KEEP_NAN)
-    weights = gl.exp2(below)
-    rescale = gl.exp2(maximum * factor - reference)
-    return weights, rescale, new_maximum, denominator * rescale + gl.sum(weights, 1)
+    reference = gl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+    # One instruction multiplies a logit and subtracts, rounding once; what it subtracts is a product rounded before. Of
+    # huge logits that leaves the maximum far from 0, on either side: a weight of 0, or infinity. With a subtrahend that
+    # is lower by a unit in the last place it is left at or above 0, and cut off there: a weight of 1. NaN stays NaN.
+    lowered = reference * factor
+    lowered -= gl.abs(lowered) * _LAST_PLACE
+    weights = gl.exp2(gl.minimum(logits * factor - lowered[:, None], 0.0, propagate_nan=_KEEP_NAN))
+    # The difference first: exactly 1 while the maximum stays.
+    rescale = gl.exp2((maximum - reference) * factor)
+    more = _sum_by_thread(weights)
+    sums = sums * gl.convert_layout(rescale, gl.SliceLayout(1, more.type.layout))[:, None] + more
+    return weights, rescale, new_maximum, sums
+
+
+@gluon.jit
+def _sum_by_thread(tile):
+    """Sums ``[rows, 4]`` of what each of the four threads that share a row holds of it: two columns of every eight.
+
+    What one thread has needs no exchange; the four are summed once, behind the last tile.
+    """
+    return gl.sum(gl.sum(gl.reshape(tile, [tile.shape[0], tile.shape[1] // 8, 4, 2]), 1), 2)
 
 
 @gluon.jit
