@@ -1,8 +1,9 @@
 """Gluon kernels carried out in PyTorch, program by program: their logic without a GPU, for Gluon has no interpreter.
 
-A tensor is a :class:`Values` whatever its layout; conversions of layouts, and waiting for copies, do nothing. There is
-as much of the language as ``kernels/gluon_int4.py`` speaks. That a conversion moves nothing between threads is for the
-compiler to say, which is asked with ``assert_trivial``.
+A tensor is a :class:`Values` whatever its layout; conversions of layouts, and waiting for copies, do nothing. What is
+loaded under no mask, and given no other value, has all bits set. There is as much of the language as
+``kernels/gluon_int4.py`` and ``gluon_int4_product.py`` speak. That a conversion moves nothing between threads is for
+the compiler to say, which is asked with ``assert_trivial``.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ import torch
 from torch import Tensor
 
 
-def run_programs(kernel: Any, module: ModuleType, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
-    """Run a kernel of a module, and what it calls there, for every program of a grid; outputs are written."""
+def run_programs(
+    kernel: Any, modules: tuple[ModuleType, ...], grid: tuple[int, ...], arguments: dict[str, Any]
+) -> None:
+    """Run a kernel, and what it calls of its modules, for every program of a grid; outputs are written."""
     for program in itertools.product(*map(range, grid)):
-        names: dict[str, Any] = {"range": lambda *ends: map(_Number, range(*ends)), "_copy": _copy} | _language(program)
-        for name, value in vars(module).items():
+        names: dict[str, Any] = {"range": lambda *ends: map(_Number, range(*ends))} | _language(program)
+        for name, value in itertools.chain(*(vars(module).items() for module in modules)):
             if hasattr(value, "fn"):
                 names[name] = types.FunctionType(value.fn.__code__, names, name)
         given = {name: Pointer(a) if isinstance(a, Tensor) else a for name, a in arguments.items()}
@@ -30,15 +33,15 @@ def run_programs(kernel: Any, module: ModuleType, grid: tuple[int, ...], argumen
 
 
 class Launched:
-    """A launcher's kernel: ``Launched(module)(kernel)[grid](...)`` runs it."""
+    """A launcher's kernel: ``Launched(*modules)(kernel)[grid](...)`` runs it."""
 
-    def __init__(self, module: ModuleType) -> None:
-        self._module = module
+    def __init__(self, *modules: ModuleType) -> None:
+        self._modules = modules
 
     def __call__(self, kernel: Any) -> Any:
         def run(grid: tuple[Any, ...], **arguments: Any) -> None:
             known = {name: value for name, value in arguments.items() if name in kernel.arg_names}
-            run_programs(kernel, self._module, tuple(map(int, grid)), known)
+            run_programs(kernel, self._modules, tuple(map(int, grid)), known)
 
         class Grid:
             def __getitem__(self, grid: tuple[Any, ...]) -> Callable[..., None]:
@@ -56,6 +59,10 @@ class Values:
     @property
     def dtype(self) -> torch.dtype:
         return self.of.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.of.shape)
 
     def reshape(self, shape: list[int]) -> Values:
         return Values(self.of.reshape(shape))
@@ -78,6 +85,9 @@ class Values:
 
     def __sub__(self, other: Any) -> Values:
         return Values(self.of - _plain(other))
+
+    def __neg__(self) -> Values:
+        return Values(-self.of)
 
     def __mul__(self, other: Any) -> Values:
         return Values(self.of * _plain(other))
@@ -123,15 +133,23 @@ class _Number(int):
 
 
 class _Buffers:
-    """Shared memory: one tensor for each place in it."""
+    """Shared memory: one tensor for each place in its first dimension."""
 
-    def __init__(self, number: int) -> None:
-        self._buffers = [SimpleNamespace(of=None) for _ in range(number)]
+    def __init__(self, memory: Tensor) -> None:
+        self._memory = memory
 
-    def index(self, place: int) -> Any:
-        buffer = self._buffers[place]
-        buffer.load = lambda layout: Values(buffer.of)
-        return buffer
+    def index(self, place: int) -> _Buffers:
+        return _Buffers(self._memory[place])
+
+    def load(self, layout: object) -> Values:
+        return Values(self._memory.clone())
+
+    def store(self, values: Values) -> None:
+        assert self._memory.shape == values.of.shape
+        self._memory.copy_(values.of)
+
+    def reinterpreted(self, shape: list[int]) -> _Buffers:
+        return _Buffers(self._memory.view(shape))
 
 
 def _plain(value: Any) -> Any:
@@ -144,7 +162,7 @@ def _wrapped(value: Tensor, bits: int) -> Tensor:
     return ((value.long() + half) % (2 * half) - half).to(getattr(torch, f"int{bits}"))
 
 
-def _load(at: Pointer, mask: Values, other: float = 0) -> Values:
+def _load(at: Pointer, mask: Values, other: float = -1) -> Values:
     places, there = torch.broadcast_tensors(torch.as_tensor(at.at), mask.of)
     elements = at.into.untyped_storage().nbytes() // at.into.element_size()
     memory = at.into.as_strided((elements,), (1,), 0)
@@ -157,13 +175,16 @@ def _store(at: Pointer, value: Values, mask: Values) -> None:
     at.into.view(-1)[places[there]] = values[there]
 
 
-def _copy(buffer: Any, at: Pointer, mask: Values) -> None:
-    buffer.of = _load(at, mask).of
+def _copy(buffer: _Buffers, at: Pointer, mask: Values) -> None:
+    """Of what is masked, zeros are copied (PTX ISA, ``cp.async`` with fewer bytes of source)."""
+    buffer.store(_load(at, mask, 0))
 
 
 def _assembly(text: str, constraints: str, operands: list[Values], **_: Any) -> Values:
-    """``prmt`` of two registers, and ``lop3`` as and-or with two constants (PTX ISA)."""
+    """``prmt`` of two registers, ``lop3`` as and-or with two constants, ``fma`` of pairs times one (PTX ISA)."""
     name, *parts = text.replace(",", " ").strip(" ;").split()
+    if name == "{" and (parts[5], parts[6]) in (("0x3f803f80;", "fma.rn.bf16x2"), ("0x3c003c00;", "fma.rn.f16x2")):
+        return operands[0] + operands[1]
     bits = [operand.of.long() & 0xFFFFFFFF for operand in operands]
     if name == "prmt.b32":
         taken = [int(digit, 16) for digit in reversed(parts[-1].removeprefix("0x"))]
@@ -196,7 +217,7 @@ def _language(program: tuple[int, ...]) -> dict[str, Any]:
         sum=lambda x, axis: Values(x.of.sum(axis)),
         convert_layout=lambda x, layout, assert_trivial=False: x,
         inline_asm_elementwise=_assembly,
-        allocate_shared_memory=lambda dtype, shape, layout: _Buffers(shape[0]),
+        allocate_shared_memory=lambda dtype, shape, layout: _Buffers(torch.full(shape, -1, dtype=dtype)),
         static_range=range,
         nvidia=SimpleNamespace(ampere=SimpleNamespace(mma_v2=_multiply)),
         **dict.fromkeys(("SliceLayout", "DotOperandLayout", "SwizzledSharedLayout"), nothing),
@@ -204,4 +225,10 @@ def _language(program: tuple[int, ...]) -> dict[str, Any]:
         **{name: getattr(torch, name) for name in ("int64", "int32", "int16", "float32", "bfloat16", "float16")},
     )
     waiting = SimpleNamespace(commit_group=nothing, wait_group=nothing)
-    return {"gl": language, "async_copy": waiting}
+    return {
+        "gl": language,
+        "async_copy": waiting,
+        "_copy": _copy,
+        "_barrier": nothing,
+        "_reinterpret": lambda buffers, dtype, shape, layout: buffers.reinterpreted(shape),
+    }

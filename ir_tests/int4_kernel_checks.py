@@ -6,6 +6,7 @@ As in ``layer_kernel_checks``: numbers in Triton's interpreter, and compiles for
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -92,14 +93,23 @@ def compile_few_rows_for(target: str, dtype: torch.dtype, rows: int, depth: int,
 
     from tcport.kernels.gluon_int4 import few_rows_matmul
     from tcport.kernels.offline import compile_launch, record
+    from tcport.kernels.target import targeting
 
     x, packed, scales, zeros = operands_of(rows, depth, width, 128, torch.int8, dtype=dtype)
-    given, tile = (x.contiguous(), packed.contiguous(), scales, zeros), int4.few_rows_tile(rows, width, units)
-    (launch,) = record(few_rows_matmul, *(a.to("meta") for a in given), tile=tile)
+    tile = int4.few_rows_tile(rows, depth, width, units, SHARED[target])
+    given = [a.to("meta") for a in (x.contiguous(), packed.contiguous(), scales, zeros)]
+    with targeting(GPUTarget(*TARGETS[target])):
+        (launch,) = record(few_rows_matmul, *given, tile=tile)
     made = compile_launch(launch, GPUTarget(*TARGETS[target]))
-    assert made.metadata.shared == tile.shared_bytes <= SHARED[target]
-    assert "mma.sync" in made.asm["ptx"]
-    assert "cp.async.cg.shared.global [" in made.asm["ptx"]  # 16 bytes at a time
+    assert made.metadata.shared <= tile.shared_bytes(rows, depth) <= SHARED[target]
+    ptx = made.asm["ptx"]
+    assert "mma.sync" in ptx
+    # 16 bytes at a time: of a step's words four for each block, in front of the loop and in it.
+    ahead = min(tile.ahead, tile.steps(depth))
+    loads = re.findall(r"ld\.global[.\w:]*\.v4\.b32", ptx)
+    assert len(loads) >= 4 * tile.blocks * (ahead + (ahead < tile.steps(depth)))
+    assert ("cp.async.cg.shared.global [" in ptx) == tile.staged
+    assert ("griddepcontrol.wait" in ptx) == (target == "sm_90")
 
 
 def compiled() -> dict[str, Callable[[], None]]:
@@ -111,8 +121,11 @@ def compiled() -> dict[str, Callable[[], None]]:
             ("sm_80", torch.float16, 1, 4096, 96, 108),
             ("sm_86", torch.bfloat16, 9, 1536, 96, 84),
             ("sm_86", torch.float16, 8, 1536, 2720, 84),
-            ("sm_90", torch.bfloat16, 16, 512, 8480, 132),
+            ("sm_90", torch.bfloat16, 16, 512, 16960, 132),
             ("sm_90", torch.bfloat16, 1, 14336, 96, 132),
+            ("sm_90", torch.float16, 16, 4096, 14336, 132),
+            ("sm_90", torch.bfloat16, 16, 14336, 4096, 132),
+            ("sm_90", torch.bfloat16, 16, 4096, 6144, 132),
         )
     }
     return few_rows | {

@@ -1,11 +1,13 @@
 # type: ignore  (device code: Gluon's language, which type checkers take for Python)
+# ruff: noqa: RUF005  (it has no unpacking of tuples)
 """A matmul of few rows and 4-bit weights in Gluon, for NVIDIA's tensor cores; meaning in :mod:`tcport.kernels.int4`.
 
-A product of 128 weights a column is eight products of 16, one for each place in a word. Weights are the first operand,
-so that eight rows of ``x`` fill a product. Copies and loads bring each thread, 16 bytes at a time, what its tensor core
-wants of it: threads exchange nothing before their warps' sums are added at the end, and the words of several steps
-are on their way at once. 16 bytes are four columns, which lie eight apart in a product: :func:`_product` puts them
-there, and the kernel writes them back to where they were.
+Words go from memory straight to the registers where a tensor core wants them, 16 bytes a load: nothing of the weights
+passes shared memory, and threads exchange nothing before their warps' sums are added at the end. What a step does with
+its words is :mod:`tcport.kernels.gluon_int4_product`.
+
+ptxas moves loads down to where their values are used, but not into a loop of unknown length. So words are loaded in
+front of such a loop, and each step hands the words of those behind it on, and loads those that are ``AHEAD`` of it.
 """
 
 from __future__ import annotations
@@ -16,84 +18,137 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tcport.kernels.call import Launcher
-from tcport.kernels.int4 import FewRowsTile
-from tcport.kernels.triton_arguments import strides
+from tcport.kernels.gluon_int4_product import add_product, as_outputs, product_layout
+from tcport.kernels.int4 import FewRowsTile, rows_at_once
+from tcport.kernels.target import overlaps_launches
+from tcport.kernels.triton_arguments import int4_arguments
 
-# Triton 3.9 has it under another name.
+# Triton 3.9 has them under other names.
 _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+_descriptor = gl.shared_memory_descriptor
+_reinterpret = getattr(_descriptor, "reinterpret", None) or _descriptor._reinterpret
 
 
 def few_rows_matmul(
     x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, launch: Launcher, tile: FewRowsTile | None = None
 ) -> Tensor:
-    """One program per block of rows and columns; groups are multiples of :data:`~tcport.kernels.int4.STEP`."""
+    """One program per block of rows and columns; groups are multiples of :data:`~tcport.kernels.int4.STEP`.
+
+    An overlapped launch (CUDA's programmatic dependent launch) waits for the end of the kernel before it, touches no
+    memory until then, and only then lets the next one begin: no two after each other are both under way, but for a
+    start that waits. Called eagerly only, for what Inductor launches does not overlap.
+    """
     tile = tile or FewRowsTile()
     rows, depth, width = x.shape[0], 8 * int(packed.shape[0]), int(scales.shape[1])
+    block_m, steps = rows_at_once(rows), tile.steps(depth)
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
-    block_m = 8 if rows <= 8 else 16
+    overlapped = tile.overlapped and overlaps_launches(x.device)
     launch(few_rows_matmul_kernel)[(max(1, -(-rows // block_m)), triton.cdiv(width, tile.block_n))](
-        x=x,
-        packed=packed,
-        scales=scales,
-        zeros=zeros,
+        **int4_arguments(_pairs(x), packed, scales, zeros),
         out=out,
-        rows=rows,
-        **strides("x", x, ("row", "dim")),
-        **strides("packed", packed, ("word", "column")),
-        **strides("scales", scales, ("group", "column")),
-        **strides("zeros", zeros, ("group", "column")),
-        DEPTH=depth,
-        WIDTH=width,
-        GROUP=depth // int(scales.shape[0]),
+        steps=steps,
         BLOCK_M=block_m,
-        BLOCK_N=tile.block_n,
-        WARPS=tile.warps,
-        AHEAD=tile.ahead,
-        UNROLLED=tile.ahead if tile.unrolled else 1,
-        num_warps=tile.warps,
+        WARPS_K=tile.warps_k,
+        WARPS_N=tile.warps_n,
+        BLOCKS=tile.blocks,
+        AHEAD=min(tile.ahead, steps),
+        STAGED=tile.staged,
+        OVERLAPPED=overlapped,
+        num_warps=tile.warps_k * tile.warps_n,
+        **({"launch_pdl": True} if overlapped else {}),
     )
     return out
 
 
-@gluon.constexpr_function
-def product_layout(warps):
-    """Of products ``[warps, columns, rows]``."""
-    return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[warps, 1, 1], instr_shape=[1, 16, 8])
+def _pairs(x: Tensor) -> Tensor:
+    """Neighbours in a row of ``x`` as one int32: the same memory where they lie side by side, else a copy's."""
+    if x.stride(1) != 1 or x.stride(0) % 2 or x.storage_offset() % 2:
+        x = x.clone(memory_format=torch.contiguous_format)
+    return x.view(torch.int32)
 
 
 @gluon.constexpr_function
-def loads_layouts(block_m, block_n, warps):
-    """Of ``x [warps, rows, 128]``, of words ``[warps, 16, columns]``, and of what groups share ``[warps, columns]``."""
-    bits = range(warps.bit_length() - 1)
-    more_rows = [[0, 8 << bit, 0] for bit in range((block_m // 8).bit_length() - 1)]
-    more_columns = [32 << bit for bit in range((block_n // 32).bit_length() - 1)]
-    x = gl.DistributedLinearLayout(
-        reg_bases=[[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [0, 0, 64], *more_rows],
-        lane_bases=[[0, 0, 16], [0, 0, 32], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
-        warp_bases=[[1 << bit, 0, 0] for bit in bits],
+def _bases(count, base):
+    """Of a linear layout: ``base`` doubled until there are ``count`` places."""
+    return [[size << bit for size in base] for bit in range(count.bit_length() - 1)]
+
+
+@gluon.constexpr_function
+def x_layout(block_m, warps_k, warps_n):
+    """Of pairs of ``x [warps_k, rows, 64]`` as products take them."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 1], [0, 0, 2], [0, 0, 16], [0, 0, 32], *_bases(block_m // 8, [0, 8, 0])],
+        lane_bases=[[0, 0, 4], [0, 0, 8], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        warp_bases=[*_bases(warps_n, [0, 0, 0]), *_bases(warps_k, [1, 0, 0])],
         block_bases=[],
-        shape=[warps, block_m, 128],
+        shape=[warps_k, block_m, 64],
     )
-    words = gl.DistributedLinearLayout(
-        reg_bases=[[0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 8, 0], *([0, 0, column] for column in more_columns)],
-        lane_bases=[[0, 2, 0], [0, 4, 0], [0, 0, 4], [0, 0, 8], [0, 0, 16]],
-        warp_bases=[[1 << bit, 0, 0] for bit in bits],
+
+
+@gluon.constexpr_function
+def staging_layout(slices, block_m, warps):
+    """Of pairs of ``x [slices, rows, 64]`` as they are copied: 16 bytes a thread, 256 of a row side by side."""
+    places = [*_bases(block_m // 2, [0, 2, 0]), *_bases(slices, [1, 0, 0])]
+    bits = warps.bit_length() - 1
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 1], [0, 0, 2], *places[bits:]],
+        lane_bases=[[0, 0, 4], [0, 0, 8], [0, 0, 16], [0, 0, 32], [0, 1, 0]],
+        warp_bases=[*places[:bits], *[[0, 0, 0]] * (bits - len(places))],
         block_bases=[],
-        shape=[warps, 16, block_n],
+        shape=[slices, block_m, 64],
     )
-    shared = gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], *([0, column] for column in more_columns)],
+
+
+@gluon.constexpr_function
+def slices_at_once(steps, warps_k):
+    """Slices of ``x`` in a copy: of as many steps as divide them all, and are a power of two."""
+    return (steps & -steps) * warps_k
+
+
+@gluon.constexpr_function
+def words_layout(warps_k, warps_n, blocks):
+    """Of words ``[warps_k, 4, columns]``."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 1], [0, 0, 2], *_bases(blocks, [0, 0, 32 * warps_n])],
+        lane_bases=[[0, 1, 0], [0, 2, 0], [0, 0, 4], [0, 0, 8], [0, 0, 16]],
+        warp_bases=[*_bases(warps_n, [0, 0, 32]), *_bases(warps_k, [1, 0, 0])],
+        block_bases=[],
+        shape=[warps_k, 4, 32 * warps_n * blocks],
+    )
+
+
+@gluon.constexpr_function
+def groups_layout(warps_k, warps_n, blocks):
+    """Of what groups share ``[warps_k, columns]``."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], *_bases(blocks, [0, 32 * warps_n])],
         lane_bases=[[0, 0], [0, 0], [0, 4], [0, 8], [0, 16]],
-        warp_bases=[[1 << bit, 0] for bit in bits],
+        warp_bases=[*_bases(warps_n, [0, 32]), *_bases(warps_k, [1, 0])],
         block_bases=[],
-        shape=[warps, block_n],
+        shape=[warps_k, 32 * warps_n * blocks],
     )
-    return x, words, shared
 
 
-@gluon.jit(do_not_specialize=["rows"])
+@gluon.constexpr_function
+def sums_layout(block_m, warps_k, warps_n, blocks):
+    """Of the warps' sums ``[warps_k, columns, rows]``, with all of an output in one thread."""
+    block_n, bits = 32 * warps_n * blocks, (warps_k * warps_n).bit_length() - 1
+    places = [*_bases(block_n, [0, 1, 0]), *_bases(block_m, [0, 0, 1])]
+    of_warps = places[5 : 5 + bits]
+    return gl.DistributedLinearLayout(
+        reg_bases=[*_bases(warps_k, [1, 0, 0]), *places[5 + bits :]],
+        lane_bases=places[:5],
+        warp_bases=[*of_warps, *[[0, 0, 0]] * (bits - len(of_warps))],
+        block_bases=[],
+        shape=[warps_k, block_n, block_m],
+    )
+
+
+@gluon.jit(do_not_specialize=["rows", "steps"])
 def few_rows_matmul_kernel(
     x,
     packed,
@@ -101,96 +156,132 @@ def few_rows_matmul_kernel(
     zeros,
     out,
     rows,
+    steps,
     x_stride_row,
     x_stride_dim,
-    packed_stride_word,
-    packed_stride_column,
-    scales_stride_group,
-    scales_stride_column,
-    zeros_stride_group,
-    zeros_stride_column,
+    packed_stride_word: gl.constexpr,
+    packed_stride_column: gl.constexpr,
+    scales_stride_group: gl.constexpr,
+    scales_stride_column: gl.constexpr,
+    zeros_stride_group: gl.constexpr,
+    zeros_stride_column: gl.constexpr,
     DEPTH: gl.constexpr,
     WIDTH: gl.constexpr,
     GROUP: gl.constexpr,
     BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    WARPS: gl.constexpr,
+    WARPS_K: gl.constexpr,
+    WARPS_N: gl.constexpr,
+    BLOCKS: gl.constexpr,
     AHEAD: gl.constexpr,
-    UNROLLED: gl.constexpr,
+    STAGED: gl.constexpr,
+    OVERLAPPED: gl.constexpr,
 ):
-    PRODUCT: gl.constexpr = product_layout(WARPS)
-    X: gl.constexpr = loads_layouts(BLOCK_M, BLOCK_N, WARPS)[0]
-    WORDS: gl.constexpr = loads_layouts(BLOCK_M, BLOCK_N, WARPS)[1]
-    SHARED: gl.constexpr = loads_layouts(BLOCK_M, BLOCK_N, WARPS)[2]
-    # Chunks of 16 bytes of a row change places with its number, so that eight threads meet in eight of them.
-    RING: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0])
-    STEP: gl.constexpr = 128 * WARPS
-    ROUND: gl.constexpr = STEP * AHEAD
+    """Strides of the weights are compiled in, as their shape is: addresses are then a register and a known distance."""
+    BLOCK_N: gl.constexpr = 32 * WARPS_N * BLOCKS
+    STEP: gl.constexpr = 128 * WARPS_K
+    STEPS: gl.constexpr = (DEPTH + STEP - 1) // STEP
+    PRODUCT: gl.constexpr = product_layout(WARPS_K, WARPS_N)
+    X: gl.constexpr = x_layout(BLOCK_M, WARPS_K, WARPS_N)
+    SLICES: gl.constexpr = slices_at_once(STEPS, WARPS_K) if STAGED else WARPS_K
+    X_LOADS: gl.constexpr = staging_layout(SLICES, BLOCK_M, WARPS_K * WARPS_N) if STAGED else X
+    WORDS: gl.constexpr = words_layout(WARPS_K, WARPS_N, BLOCKS)
+    GROUPS: gl.constexpr = groups_layout(WARPS_K, WARPS_N, BLOCKS)
+    SUMS: gl.constexpr = sums_layout(BLOCK_M, WARPS_K, WARPS_N, BLOCKS)
+    # 64 bytes of a row change places with its number: eight threads, of two rows, meet in all banks.
+    STAGE: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 2, [2, 1, 0])
+    if OVERLAPPED:
+        gdc_wait()
+        gdc_launch_dependents()
 
-    row = gl.program_id(0) * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, gl.SliceLayout(2, X)))
-    row = row[None, :][:, :, None]
-    x_k = (gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, X))) * 128)[:, None][:, :, None]
-    x_k += gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(1, X)))[None, :][:, None, :]
-    x_at = x + row.to(gl.int64) * x_stride_row + x_k.to(gl.int64) * x_stride_dim
-    x_mask = row < rows
-
-    first_column = gl.program_id(1) * BLOCK_N
+    first_row, first_column = gl.program_id(0) * BLOCK_M, gl.program_id(1) * BLOCK_N
+    row = first_row + gl.arange(0, BLOCK_M, gl.SliceLayout(0, gl.SliceLayout(2, X_LOADS)))[None, :][:, :, None]
+    x_k = (gl.arange(0, SLICES, gl.SliceLayout(1, gl.SliceLayout(2, X_LOADS))) * 64)[:, None][:, :, None]
+    x_k += gl.arange(0, 64, gl.SliceLayout(0, gl.SliceLayout(1, X_LOADS)))[None, :][:, None, :]
+    x_at = x + row.to(gl.int64) * x_stride_row + x_k * x_stride_dim
+    word_k = (gl.arange(0, WARPS_K, gl.SliceLayout(1, gl.SliceLayout(2, WORDS))) * 128)[:, None][:, :, None]
+    word = word_k // 8 + gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, WORDS)))[None, :][:, :, None]
     column = first_column + gl.arange(0, BLOCK_N, gl.SliceLayout(0, gl.SliceLayout(1, WORDS)))[None, :][:, None, :]
-    word = (gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, WORDS))) * 16)[:, None][:, :, None]
-    word += gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, WORDS)))[None, :][:, :, None]
     word_at = packed + word.to(gl.int64) * packed_stride_word + column.to(gl.int64) * packed_stride_column
-    in_columns = column < WIDTH
+    k = (gl.arange(0, WARPS_K, gl.SliceLayout(1, GROUPS)) * 128)[:, None]
+    in_group = first_column + gl.arange(0, BLOCK_N, gl.SliceLayout(0, GROUPS))[None, :]
 
-    k = (gl.arange(0, WARPS, gl.SliceLayout(1, SHARED)) * 128)[:, None]
-    shared_column = first_column + gl.arange(0, BLOCK_N, gl.SliceLayout(0, SHARED))[None, :]
-
-    ring = gl.allocate_shared_memory(gl.int32, [AHEAD, WARPS, 16, BLOCK_N], RING)
-    for step in gl.static_range(AHEAD):
-        _copy(ring.index(step), word_at, mask=in_columns & (step * STEP + word * 8 < DEPTH))
+    a, scale, zero, words = (), (), (), ()
+    if STAGED:
+        stage = gl.allocate_shared_memory(gl.int32, [STEPS * WARPS_K // SLICES, SLICES, BLOCK_M, 64], STAGE)
+        for part in gl.static_range(STEPS * WARPS_K // SLICES):
+            mask = (row < rows) & (x_k + part * SLICES * 64 < DEPTH // 2)
+            _copy(stage.index(part), x_at + part * SLICES * 64 * x_stride_dim, mask=mask)
         async_copy.commit_group()
-        word_at += STEP // 8 * packed_stride_word
-    total = gl.zeros([WARPS, BLOCK_N, BLOCK_M], gl.float32, PRODUCT)
-    next_a = gl.load(x_at, mask=x_mask & (x_k < DEPTH), other=0.0)
-    next_scale = _of_groups(scales, k, shared_column, scales_stride_group, scales_stride_column, DEPTH, WIDTH, GROUP)
-    next_zero = _of_groups(zeros, k, shared_column, zeros_stride_group, zeros_stride_column, DEPTH, WIDTH, GROUP)
-    slot = 0
-    for first in range(0, DEPTH, STEP * UNROLLED):
-        for step in gl.static_range(UNROLLED):
-            a, scale, zero = next_a, next_scale, next_zero
-            async_copy.wait_group(AHEAD - 1)
-            place = step if UNROLLED > 1 else slot
-            words = ring.index(place).load(WORDS)
-            x_at += STEP * x_stride_dim
-            k += STEP
-            after = first + (step + 1) * STEP
-            next_a = gl.load(x_at, mask=x_mask & (after + x_k < DEPTH), other=0.0)
-            next_scale = _of_groups(
-                scales, k, shared_column, scales_stride_group, scales_stride_column, DEPTH, WIDTH, GROUP
-            )
-            next_zero = _of_groups(
-                zeros, k, shared_column, zeros_stride_group, zeros_stride_column, DEPTH, WIDTH, GROUP
-            )
-            if ROUND < DEPTH:
-                later = after + ROUND - STEP
-                _copy(ring.index(place), word_at, mask=in_columns & (later + word * 8 < DEPTH))
-                word_at += STEP // 8 * packed_stride_word
-            async_copy.commit_group()
-            slot = (slot + 1) % AHEAD
-            total = _add_product(total, a, words, scale, zero, PRODUCT, BLOCK_M, BLOCK_N, WARPS)
+        stage = _reinterpret(stage, gl.int32, [STEPS, WARPS_K, BLOCK_M, 64], STAGE)
+    else:
+        for step in gl.static_range(AHEAD):
+            mask = (row < rows) & (x_k + step * (STEP // 2) < DEPTH // 2)
+            a = a + (gl.load(x_at + step * (STEP // 2) * x_stride_dim, mask=mask, other=0),)
+    for step in gl.static_range(AHEAD):
+        at_k = k + step * STEP
+        scale = scale + (
+            _of_groups(scales, at_k, in_group, scales_stride_group, scales_stride_column, DEPTH, WIDTH, GROUP),
+        )
+        zero = zero + (_of_groups(zeros, at_k, in_group, zeros_stride_group, zeros_stride_column, DEPTH, WIDTH, GROUP),)
+        there = (word_k + step * STEP < DEPTH) & (column < WIDTH)
+        words = words + (_of_words(word_at + step * (STEP // 8) * packed_stride_word, there, packed_stride_word),)
+    if STAGED:
+        _barrier()  # loads of words stay in front of it, and so in front of the wait
+        async_copy.wait_group(0)
+        _barrier()
 
-    OUT: gl.constexpr = gl.SliceLayout(0, PRODUCT)
-    result = gl.sum(total, 0)
-    place = gl.arange(0, BLOCK_N, gl.SliceLayout(1, OUT))
-    out_column = (first_column + place // 32 * 32 + place % 8 * 4 + place % 32 // 8)[:, None]
-    out_row = (gl.program_id(0) * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, OUT)))[None, :]
-    at = out + out_row.to(gl.int64) * WIDTH + out_column
-    gl.store(at, result.to(out.dtype.element_ty), mask=(out_row < rows) & (out_column < WIDTH))
+    total = gl.zeros([WARPS_K, BLOCK_N, BLOCK_M], gl.float32, PRODUCT)
+    x_at += AHEAD * (STEP // 2) * x_stride_dim
+    word_at += AHEAD * (STEP // 8) * packed_stride_word
+    k += AHEAD * STEP
+    for step in range(0, steps):
+        now = stage.index(step).load(X) if STAGED else a[0]
+        total = add_product(total, now, words[0], scale[0], zero[0], out.dtype.element_ty, WARPS_K, WARPS_N, BLOCKS)
+        if AHEAD == STEPS and STEPS > 1:
+            # All is there from the start, and handed round: what no step changes would be moved out of the loop.
+            scale, zero, words = scale[1:] + (scale[0],), zero[1:] + (zero[0],), words[1:] + (words[0],)
+            if not STAGED:
+                a = a[1:] + (a[0],)
+        else:
+            later = (step + AHEAD) * STEP
+            scale = scale[1:] + (
+                _of_groups(scales, k, in_group, scales_stride_group, scales_stride_column, DEPTH, WIDTH, GROUP),
+            )
+            zero = zero[1:] + (
+                _of_groups(zeros, k, in_group, zeros_stride_group, zeros_stride_column, DEPTH, WIDTH, GROUP),
+            )
+            if not STAGED:
+                mask = (row < rows) & (x_k + later // 2 < DEPTH // 2)
+                a = a[1:] + (gl.load(x_at, mask=mask, other=0),)
+            there = (word_k + later < DEPTH) & (column < WIDTH)
+            words = words[1:] + (_of_words(word_at, there, packed_stride_word),)
+            x_at += STEP // 2 * x_stride_dim
+            word_at += STEP // 8 * packed_stride_word
+            k += STEP
+
+    result = gl.sum(gl.convert_layout(as_outputs(total, WARPS_K, WARPS_N, BLOCKS), SUMS), 0)
+    out_column = first_column + gl.arange(0, BLOCK_N, gl.SliceLayout(1, gl.SliceLayout(0, SUMS)))[:, None]
+    out_row = first_row + gl.arange(0, BLOCK_M, gl.SliceLayout(0, gl.SliceLayout(0, SUMS)))[None, :]
+    out_at = out + out_row.to(gl.int64) * WIDTH + out_column
+    gl.store(out_at, result.to(out.dtype.element_ty), mask=(out_row < rows) & (out_column < WIDTH))
+
+
+@gluon.jit
+def _of_words(at, there, stride: gl.constexpr):
+    """A step's words: four times four of a column; ``at`` are the first four."""
+    return (
+        gl.load(at, mask=there),
+        gl.load(at + 4 * stride, mask=there),
+        gl.load(at + 8 * stride, mask=there),
+        gl.load(at + 12 * stride, mask=there),
+    )
 
 
 @gluon.jit
 def _of_groups(
-    table, k, column, stride_group, stride_column, DEPTH: gl.constexpr, WIDTH: gl.constexpr, GROUP: gl.constexpr
-):
+    table, k, column, stride_group: gl.constexpr, stride_column: gl.constexpr, DEPTH: gl.constexpr,
+    WIDTH: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
     """The scales or zero points of the groups in which weights ``k`` are; of none, the middle level."""
     if table is None:
         value = k * 0 + column * 0 + 8
@@ -198,87 +289,3 @@ def _of_groups(
         at = table + (k // GROUP).to(gl.int64) * stride_group + column.to(gl.int64) * stride_column
         value = gl.load(at, mask=(k < DEPTH) & (column < WIDTH), other=0)
     return value
-
-
-@gluon.jit
-def _as_in_product(shared, PRODUCT: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr):
-    """What groups share, in the order and layout of the columns of a product: ``[warps, columns, 1]`` in fp32."""
-    moved = shared.to(gl.float32).reshape([WARPS, BLOCK_N // 32, 8, 4]).permute([0, 1, 3, 2])
-    moved = gl.convert_layout(moved.reshape([WARPS, BLOCK_N]), gl.SliceLayout(2, PRODUCT), assert_trivial=True)
-    return moved[:, :, None]
-
-
-@gluon.jit
-def _add_product(
-    total, a, words, scale, zero, PRODUCT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    WARPS: gl.constexpr,
-):  # fmt: skip
-    """Add a step's product; what a level is moved by, and its zero point, meet the sum of a row of ``x`` once."""
-    part, sums = _product(a, words, PRODUCT, BLOCK_M, BLOCK_N, WARPS)
-    base: gl.constexpr = 128.0 if a.dtype == gl.bfloat16 else 1024.0
-    moved = _as_in_product(zero, PRODUCT, BLOCK_N, WARPS) + base
-    return total + (part - sums * moved) * _as_in_product(scale, PRODUCT, BLOCK_N, WARPS)
-
-
-@gluon.jit
-def _product(a, words, PRODUCT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr):
-    """The product of a step, place by place in the words, and the sum of each row of ``a``.
-
-    ``a[..., 8 * i + j]`` is what place ``j`` of word i meets. The sums are products with ones: tensor cores are idle.
-    """
-    even, odd = gl.split(a.reshape([WARPS, BLOCK_M, 64, 2]))
-    a04, a26 = gl.split(even.reshape([WARPS, BLOCK_M, 32, 2]))
-    a15, a37 = gl.split(odd.reshape([WARPS, BLOCK_M, 32, 2]))
-    words = words.reshape([WARPS, 8, 2, BLOCK_N // 32, 8, 4]).permute([0, 3, 5, 4, 1, 2])
-    first, second = gl.split(words.reshape([WARPS, BLOCK_N, 8, 2]))
-    # The places 0 to 3 of both words, and the places 4 to 7.
-    low = _together("prmt.b32 $0, $1, $2, 0x5410;", first, second)
-    high = _together("prmt.b32 $0, $1, $2, 0x7632;", first, second)
-    part = gl.zeros([WARPS, BLOCK_N, BLOCK_M], gl.float32, PRODUCT)
-    sums = gl.zeros([WARPS, 16, BLOCK_M], gl.float32, PRODUCT)
-    part, sums = _two_places(a04, low, high, 0, part, sums, PRODUCT, BLOCK_M, BLOCK_N, WARPS)
-    part, sums = _two_places(a15, low, high, 1, part, sums, PRODUCT, BLOCK_M, BLOCK_N, WARPS)
-    part, sums = _two_places(a26, low, high, 2, part, sums, PRODUCT, BLOCK_M, BLOCK_N, WARPS)
-    part, sums = _two_places(a37, low, high, 3, part, sums, PRODUCT, BLOCK_M, BLOCK_N, WARPS)
-    # All columns of the sums are alike: the 16 that there are serve for the others.
-    for bit in gl.static_range(BLOCK_N.bit_length() - 5):
-        sums = gl.join(sums, sums).permute([0, 3, 1, 2]).reshape([WARPS, 32 << bit, BLOCK_M])
-    return part, gl.convert_layout(sums, PRODUCT, assert_trivial=True)
-
-
-@gluon.jit
-def _together(asm: gl.constexpr, a, b):
-    return gl.inline_asm_elementwise(asm, "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def _two_places(
-    a, low, high, place: gl.constexpr, part, sums, PRODUCT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    WARPS: gl.constexpr,
-):  # fmt: skip
-    """Add the products of ``place`` and of the one four places above it."""
-    X: gl.constexpr = gl.DotOperandLayout(1, PRODUCT, 2)
-    W: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
-    of_low, of_high = gl.split(a.reshape([WARPS, BLOCK_M, 16, 2]))
-    of_low = gl.convert_layout(of_low.permute([0, 2, 1]), X, assert_trivial=True)
-    of_high = gl.convert_layout(of_high.permute([0, 2, 1]), X, assert_trivial=True)
-    ones = gl.full([WARPS, 16, 16], 1.0, a.dtype, W)
-    part = gl.nvidia.ampere.mma_v2(_levels(low, place, a.dtype, W, BLOCK_N, WARPS), of_low, part)
-    part = gl.nvidia.ampere.mma_v2(_levels(high, place, a.dtype, W, BLOCK_N, WARPS), of_high, part)
-    sums = gl.nvidia.ampere.mma_v2(ones, of_low, sums)
-    return part, gl.nvidia.ampere.mma_v2(ones, of_high, sums)
-
-
-@gluon.jit
-def _levels(
-    pairs, place: gl.constexpr, element: gl.constexpr, W: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr
-):
-    """A place of pairs of words, as 128 (bf16) or 1024 (fp16) plus the level: no conversion is needed."""
-    AND_OR: gl.constexpr = (
-        "lop3.b32 $0, $1, 0x000f000f, 0x43004300, 0xea;"
-        if element == gl.bfloat16
-        else "lop3.b32 $0, $1, 0x000f000f, 0x64006400, 0xea;"
-    )
-    two = gl.inline_asm_elementwise(AND_OR, "=r,r", [pairs >> (4 * place)], dtype=gl.int32, is_pure=True, pack=1)
-    both = gl.join(two.to(gl.int16), (two >> 16).to(gl.int16)).reshape([WARPS, BLOCK_N, 16])
-    return gl.convert_layout(both.to(element, bitcast=True), W, assert_trivial=True)

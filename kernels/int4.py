@@ -18,37 +18,78 @@ STEP = 128
 
 @dataclasses.dataclass(frozen=True)
 class FewRowsTile:
-    """Columns of a program; warps, each with weights of its own; steps whose words are on their way, and unrolled."""
+    """How a program of that kernel shares its work.
 
-    block_n: int = 32
-    warps: int = 4
-    ahead: int = 4
-    unrolled: bool = False
+    Attributes:
+        warps_k: warps along the depth; each multiplies :data:`STEP` weights of a column in a step.
+        warps_n: warps along the columns.
+        blocks: blocks of 32 columns of a warp.
+        ahead: steps whose words are in registers or on their way there.
+        staged: whether all that the program needs of ``x`` is copied to shared memory first.
+        overlapped: whether its launch begins while the kernel before it runs, where the GPU can.
+    """
+
+    warps_k: int = 4
+    warps_n: int = 1
+    blocks: int = 1
+    ahead: int = 1
+    staged: bool = False
+    overlapped: bool = False
 
     @property
-    def shared_bytes(self) -> int:
-        """Shared memory of a program: words of all steps on their way, where the sums are added afterwards."""
-        return self.ahead * self.warps * self.block_n * STEP // 2
+    def block_n(self) -> int:
+        """Columns of a program."""
+        return 32 * self.warps_n * self.blocks
+
+    def steps(self, depth: int) -> int:
+        """Steps for ``depth`` weights of a column; warps may be left without any in the last."""
+        return max(1, -(-depth // (STEP * self.warps_k)))
+
+    def shared_bytes(self, rows: int, depth: int) -> int:
+        """Shared memory of a program: its part of ``x``, in whose place the warps' sums are added afterwards."""
+        block_m = rows_at_once(rows)
+        staged = 2 * block_m * STEP * self.warps_k * self.steps(depth) if self.staged else 0
+        return max(staged, 4 * block_m * self.block_n * self.warps_k)
 
 
-FEW_ROWS_SHARED = 64 * 1024
-"""Bytes of shared memory that no tile of :func:`few_rows_tile` exceeds."""
+FEW_ROWS_SHARED = 32 * 1024
+"""Bytes of shared memory that each tile of :func:`few_rows_tile` needs, whatever the depth."""
 
 
-def few_rows_tile(rows: int, width: int, units: int | None) -> FewRowsTile:
-    """The tile for rows of ``x``, columns, and a GPU's number of SMs; None: unknown.
+def rows_at_once(rows: int) -> int:
+    """Rows of ``x`` in a program: those of one product of a tensor core, or of two."""
+    return 8 if rows <= 8 else 16
 
-    While there is no program of 32 columns for each SM, one has to be enough for it: eight warps, with as much on their
-    way as registers hold. Else programs hide each other's waits. Sixteen rows, which every program reads, are read half
-    as often where 64 columns leave a program for each SM.
 
-    On an H200 each was the fastest of those timed in its place, 11 for 1 row and for 16, and 5 for 4, 8 and 32; the
-    unrolled tile was timed with 1 row, 64 columns with 1 and 16.
+def few_rows_tile(rows: int, depth: int, width: int, units: int | None, shared: int) -> FewRowsTile:
+    """The tile for a matmul of few rows on a GPU.
+
+    A program has 16 warps, with words on their way that fill the registers, so an SM holds one. It gets as few columns
+    as leave no SM a second one; where the widest leave some, there are many.
+
+    On an H200, for 4096 x 4096, 4096 x 14336 and 14336 x 4096 weights, up to 8 rows and 16, each was the fastest of
+    those timed that share no column between programs, or within 4% of it. Wide programs were not faster for overlapped
+    launches. Those of 64 columns, and more rows than 16, were not timed.
+
+    Args:
+        rows: of ``x``. depth: weights of a column. width: columns.
+        units: SMs; None: unknown.
+        shared: bytes of shared memory that a program can have.
     """
-    programs = max(1, -(-rows // 16)) * -(-width // 32)
-    if units is None or programs > units:
-        return FewRowsTile(block_n=64 if units is not None and rows > 8 and programs >= 2 * units else 32)
-    return FewRowsTile(warps=8, unrolled=True) if rows <= 8 else FewRowsTile(warps=8, ahead=2)
+    few, most = rows <= 8, units or 0
+    blocks = max(1, -(-rows // rows_at_once(rows)))
+    if blocks * -(-width // 32) <= most:
+        tile = FewRowsTile(warps_k=16, ahead=2, staged=True, overlapped=True)
+    elif blocks * -(-width // 64) <= most:
+        tile = FewRowsTile(warps_k=8, warps_n=2, ahead=2, staged=True)
+    elif few:
+        return FewRowsTile(warps_k=8, warps_n=2, blocks=2)
+    else:
+        tile = FewRowsTile(warps_k=4, warps_n=4, ahead=2, staged=True)
+    if tile.shared_bytes(rows, depth) <= shared:
+        return tile
+    # Registers then hold rows of ``x``, too, and words of one step.
+    return dataclasses.replace(tile, staged=False, ahead=1)
 
 
 def w4a16_matmul(

@@ -123,6 +123,25 @@ def strides(name: str, tensor: Tensor | None, dims: tuple[str, ...]) -> dict[str
     return {f"{name}_stride_{dim}": stride for dim, stride in zip(dims, given, strict=True)}
 
 
+def int4_arguments(x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None) -> dict[str, Any]:
+    """What a kernel needs of the operands of :func:`tcport.kernels.int4.w4a16_matmul`."""
+    depth = 8 * int(packed.shape[0])
+    return {
+        "x": x,
+        "packed": packed,
+        "scales": scales,
+        "zeros": zeros,
+        "rows": x.shape[0],
+        **strides("x", x, ("row", "dim")),
+        **strides("packed", packed, ("word", "column")),
+        **strides("scales", scales, ("group", "column")),
+        **strides("zeros", zeros, ("group", "column")),
+        "DEPTH": depth,
+        "WIDTH": int(scales.shape[1]),
+        "GROUP": depth // int(scales.shape[0]),
+    }
+
+
 def scale_strides(name: str, scale: Tensor | None) -> dict[str, Any]:
     """Page, token and head stride of a scale: zeros where one value serves all."""
     page = token = head = 0

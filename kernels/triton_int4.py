@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tcport.kernels.call import Launcher
-from tcport.kernels.triton_arguments import strides
+from tcport.kernels.triton_arguments import int4_arguments
 
 BLOCK_K = 128
 """Weights of a column that a warp multiplies in a step: 16 words, the depth of a tensor core's product."""
@@ -48,24 +48,13 @@ def w4a16_matmul(
     x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, launch: Launcher, tile: Int4Tile | None = None
 ) -> Tensor:
     """One program per block of rows and columns; tile None: one that fits every GPU."""
-    rows, depth, width = x.shape[0], 8 * int(packed.shape[0]), int(scales.shape[1])
+    rows, width = x.shape[0], int(scales.shape[1])
     tile = tile or tile_for(width, x.element_size())
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     grid = (torch.sym_max((rows + tile.block_m - 1) // tile.block_m, 1), triton.cdiv(width, tile.block_n))
     launch(w4a16_matmul_kernel)[grid](
-        x=x,
-        packed=packed,
-        scales=scales,
-        zeros=zeros,
+        **int4_arguments(x, packed, scales, zeros),
         out=out,
-        rows=rows,
-        **strides("x", x, ("row", "dim")),
-        **strides("packed", packed, ("word", "column")),
-        **strides("scales", scales, ("group", "column")),
-        **strides("zeros", zeros, ("group", "column")),
-        DEPTH=depth,
-        WIDTH=width,
-        GROUP=depth // int(scales.shape[0]),
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=BLOCK_K,

@@ -26,7 +26,7 @@ def gluon_w4a16_matmul(spec: ForeignSpec, profile: DeviceProfile) -> Answer:
     """Each thread is brought what its tensor core wants; one opaque operator in traced code."""
     if (why := _refusal(spec, profile) or _gluon_refusal(spec, profile)) is not None:
         return Verdict.no(why)
-    return Candidate("gluon_w4a16_matmul", "tuned", functools.partial(_run_gluon, profile.compute_units))
+    return Candidate("gluon_w4a16_matmul", "tuned", functools.partial(_run_gluon, profile))
 
 
 @register_lowering("tcport::w4a16_matmul")
@@ -34,8 +34,7 @@ def triton_w4a16_matmul(spec: ForeignSpec, profile: DeviceProfile) -> Answer:
     """Weights are read as 4 bits and dequantised in registers."""
     if (why := _refusal(spec, profile)) is not None:
         return Verdict.no(why)
-    shared = profile.shared_per_cta_optin or profile.shared_per_cta
-    return Candidate("triton_w4a16_matmul", "tuned", functools.partial(_run_triton, shared))
+    return Candidate("triton_w4a16_matmul", "tuned", functools.partial(_run_triton, _shared(profile)))
 
 
 @register_lowering("tcport::w4a16_matmul")
@@ -77,9 +76,8 @@ def _gluon_refusal(spec: ForeignSpec, profile: DeviceProfile) -> str | None:
         return f"tensor cores take 16-bit floats as they are, not {spec.args[0].dtype}"
     if _group(spec) % int4.STEP:
         return f"it takes groups of a multiple of {int4.STEP} weights, not {_group(spec)}"
-    shared = profile.shared_per_cta_optin or profile.shared_per_cta or 0
-    if shared < int4.FEW_ROWS_SHARED:
-        return f"a program has {int4.FEW_ROWS_SHARED} bytes of words on their way, and {shared} of shared memory"
+    if _shared(profile) < int4.FEW_ROWS_SHARED:
+        return f"a program adds sums in {int4.FEW_ROWS_SHARED} bytes of shared memory, and has {_shared(profile)}"
     return None
 
 
@@ -88,23 +86,30 @@ def _group(spec: ForeignSpec) -> int:
     return 8 * spec.args[1].shape[0] // spec.args[2].shape[0]
 
 
-def _run_gluon(units: int | None, call: ForeignCall, launch: Launcher) -> Tensor:
+def _shared(profile: DeviceProfile) -> int:
+    """Bytes of shared memory that a program can have; 0: unknown."""
+    return profile.shared_per_cta_optin or profile.shared_per_cta or 0
+
+
+def _run_gluon(profile: DeviceProfile, call: ForeignCall, launch: Launcher) -> Tensor:
     if is_traced(launch):
         return torch.ops.tcport.w4a16_few_rows.default(*call.args)  # Inductor cannot print Gluon
     from tcport.kernels.gluon_int4 import few_rows_matmul
 
-    x, _, scales, _ = call.args
-    return few_rows_matmul(*call.args, launch=launch, tile=int4.few_rows_tile(x.shape[0], int(scales.shape[1]), units))
+    x, packed, scales, _ = call.args
+    depth, width = int4.PER_WORD * int(packed.shape[0]), int(scales.shape[1])
+    tile = int4.few_rows_tile(x.shape[0], depth, width, profile.compute_units, _shared(profile))
+    return few_rows_matmul(*call.args, launch=launch, tile=tile)
 
 
 def _few_rows(x: Tensor, *weights: Tensor | None) -> Tensor:
-    return _run_gluon(device_profile(x.device).compute_units, ForeignCall.of(x, *weights), lambda kernel: kernel)
+    return _run_gluon(device_profile(x.device), ForeignCall.of(x, *weights), lambda kernel: kernel)
 
 
 int4_ops.define("w4a16_few_rows", _few_rows)
 
 
-def _run_triton(shared: int | None, call: ForeignCall, launch: Launcher) -> object:
+def _run_triton(shared: int, call: ForeignCall, launch: Launcher) -> object:
     from tcport.kernels import triton_int4
 
     x, _, scales, _ = call.args
