@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._inductor.codecache import LambdaFuture
 
-from tcport._inductor_blame import failed_call, failed_kernel, naming
+from tcport._inductor.blame import failed_call, failed_kernel, naming
 from tcport.emission import Emitted
 from tcport.lowering.candidate import Candidate
 

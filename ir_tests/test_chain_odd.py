@@ -25,7 +25,7 @@ from torch._inductor.runtime import autotune_cache
 
 import tcport
 from tcport import _inductor, errors, history, quarantine
-from tcport._inductor_lowering import Emission
+from tcport._inductor import compile as inductor_compile
 from tcport.errors import LoweringRegistrationError, NoCandidateError
 from tcport.ir import TileConfig
 from tcport.kernels import reference
@@ -215,12 +215,12 @@ def test_compiles_in_two_threads_leave_inductor_as_it_was(monkeypatch: pytest.Mo
             patches=nothing,
             pipelines=nothing,
             identity="",
-            emitters={PAGED_ATTENTION.overload: lambda node: Emission(print, exact_strides=False)},
+            emitters={PAGED_ATTENTION.overload: lambda node: _inductor.Emission(print, exact_strides=False)},
             audit=lambda audit: None,
         )
         ended.set()
 
-    monkeypatch.setattr(_inductor, "compile_fx", compile_fx)
+    monkeypatch.setattr(inductor_compile, "compile_fx", compile_fx)
     before = (GraphLowering.codegen, AsyncCompile.triton, vars(autotune_cache)["has_triton"], dict(lowerings))
     threads = [threading.Thread(target=compile_graph) for _ in range(2)]
     threads[0].start()

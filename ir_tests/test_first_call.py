@@ -10,7 +10,7 @@ import torch.utils._triton
 from torch._inductor import config
 from torch._inductor.runtime import autotune_cache
 
-from tcport import _inductor
+from tcport._inductor import compile as inductor_compile
 from tcport.bench.first_call import build_bundle, compiled_files, in_a_process, words
 
 COMPILERS = ("CC", "CXX", "TRITON_PTXAS_PATH")
@@ -75,7 +75,7 @@ def test_a_graph_asks_tritons_driver_for_a_remote_cache_only(monkeypatch: pytest
         with config.patch(force_disable_caches=True):
             return torch.compile(lambda x: x + 1, backend="tcport")(torch.tensor([1.0, 2.0])).tolist()
 
-    for module in (autotune_cache, _inductor):
+    for module in (autotune_cache, inductor_compile):
         monkeypatch.setattr(module, "has_triton", lambda: True)
     monkeypatch.setattr(torch.utils._triton, "triton_hash_with_backend", key_of_driver)
     assert compiled_sum() == [2.0, 3.0]

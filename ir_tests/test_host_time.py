@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tcport._inductor_calls import generated_code
+from tcport._inductor.calls import generated_code
 from tcport.bench.host_time import GRAPHS, Row, inputs, main, measure
 
 

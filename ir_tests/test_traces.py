@@ -12,7 +12,8 @@ from fault_injection import installed, launching, refuse
 from torch import Tensor
 
 import tcport
-from tcport import _inductor_lowering, quarantine
+from tcport import quarantine
+from tcport._inductor import lowering
 from tcport.attempt import Attempt
 from tcport.graph_pass import PassContext
 from tcport.kernels import reference
@@ -43,13 +44,13 @@ def _nothing_compiled() -> Iterator[None]:
 def traces(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A list that grows by one with each trace."""
     made: list[str] = []
-    make_fx = _inductor_lowering.make_fx
+    make_fx = lowering.make_fx
 
     def counted(function: Callable[..., Any], **options: Any) -> Any:
         made.append("trace")
         return make_fx(function, **options)
 
-    monkeypatch.setattr(_inductor_lowering, "make_fx", counted)
+    monkeypatch.setattr(lowering, "make_fx", counted)
     return made
 
 

@@ -10,9 +10,9 @@ import torch
 import torch.fx
 
 from tcport import _inductor, passes, pattern_engine, quarantine  # noqa: F401  (what two of them register is used)
-from tcport._inductor_blame import failed_call, failed_kernel
-from tcport._inductor_lowering import Emission, Emit
-from tcport._inductor_race import Race, Way, real_tensors
+from tcport._inductor.blame import failed_call, failed_kernel
+from tcport._inductor.lowering import Emission, Emit
+from tcport._inductor.race import Race, Way, real_tensors
 from tcport.bundle.store import bundles
 from tcport.chain import screened, step_down, survivors
 from tcport.describe import node_report

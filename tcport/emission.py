@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tcport._inductor_blame import noting_calls
+from tcport._inductor.blame import noting_calls
 from tcport.lowering.candidate import Candidate, Terms
 from tcport.lowering.operators import NodeChoice
 from tcport.lowering.results import check_call_results

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from tcport._inductor_patterns import expressions, fresh_fake_mode, python_of, search, trace
+from tcport._inductor.patterns import expressions, fresh_fake_mode, python_of, search, trace
 from tcport.errors import PatternError
 from tcport.graph_pass import PassContext
 from tcport.pass_values import agree, facts, fake_mode

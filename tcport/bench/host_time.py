@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from tcport import eager, history, ops  # noqa: F401  (eager binds the operators)
-from tcport._inductor_calls import generated_code
+from tcport._inductor.calls import generated_code
 from tcport.bench.timing import host_microseconds
 from tcport.device import device_profile
 from tcport.fingerprint import triton_version

@@ -1,4 +1,4 @@
-"""How Inductor lowers a node of tcport's: it is traced, and the trace is lowered in its place. May name private torch.
+"""How Inductor lowers a node of tcport's: it is traced, and the trace is lowered in its place.
 
 The layers of a model ask for the same few traces again and again, so each is made once a compile.
 """
@@ -18,7 +18,7 @@ from torch._inductor.virtualized import V
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from tcport._inductor_race import Race, winner
+from tcport._inductor.race import Race, winner
 
 Emit = Callable[[torch.fx.Node], "Emission | Race"]
 

@@ -1,4 +1,4 @@
-"""Inductor's own autotuning for nodes that tcport lowers. Like :mod:`tcport._inductor`, it may name private torch."""
+"""Inductor's own autotuning for nodes that tcport lowers."""
 
 from __future__ import annotations
 

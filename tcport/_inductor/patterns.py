@@ -1,4 +1,4 @@
-"""Patterns over Inductor's matcher. Like :mod:`tcport._inductor`, it may name private parts of torch.
+"""Patterns over Inductor's matcher.
 
 Inductor traces a function into a tree of pattern expressions and matches it at a node. Added here: operands in either
 order, with backtracking; no-op views between the parts; and constants that are compared, symbolic sizes included.

@@ -1,4 +1,4 @@
-"""Inductor's generated code, called by itself. Like :mod:`tcport._inductor`, it may name private torch."""
+"""Inductor's generated code, called by itself."""
 
 from __future__ import annotations
 
