@@ -21,7 +21,7 @@ from tcport.lowering.spec import WriteSpec, kind_of, opened
 from tcport.tiling import TileLayoutOptimizer, rank_tiles, rank_write_tiles
 from tcport.tiling.plan import plain_spec
 from tcport.tiling.problem import padded, problem_of, split_head_dim
-from tcport.tiling.splits import part_count, split_count
+from tcport.tiling.splits import busy_ctas, part_count, split_count
 
 H200 = catalogue_profile("h200")
 SLICE = H200.replace(compute_units=14, memory_bytes=10 << 30)
@@ -60,10 +60,10 @@ def test_splits_stay_an_expression_in_the_batch():
 
 
 def test_open_sizes_are_cut_as_known_ones_are():
-    """By hand, for 8 KV heads on 132 units: about 264 CTAs, and no more than 8 splits and one for every 160 keys."""
+    """By hand, for 8 KV heads on 132 units: about 264 CTAs, and no more than 8 splits and one for every 80 keys."""
     batch, tokens, context = (sympy.Symbol(name, positive=True, integer=True) for name in ("s0", "s1", "s2"))
     decode = rank_tiles(decode_spec(num_seqs=batch, num_tokens=batch, max_context=context), H200).configs[0]
-    assert [decode.splits(1, 1, keys) for keys in (1, 127, 512, 2048, 65536)] == [1, 1, 8, 20, 33]
+    assert [decode.splits(1, 1, keys) for keys in (1, 127, 512, 2048, 65536)] == [1, 1, 8, 32, 33]
     assert decode.splits(8, 8, 65536) == 5
     # Blocks of 64 rows hold 16 tokens of 4 heads: drafts of a few tokens leave the device idle unless keys are cut.
     spec = decode_spec(tokens=4, num_seqs=batch, max_context=context)
@@ -103,11 +103,11 @@ def test_small_decode_batches_are_planned_as_one_kind_and_all_others_as_another(
 
 
 @pytest.mark.parametrize(
-    ("sequences", "resident", "parts"), [(2, 6, 42), (8, 6, 11), (16, 6, 6), (64, 6, 3), (64, 8, 2), (256, 6, 2)]
+    ("sequences", "resident", "parts"), [(2, 6, 25), (8, 6, 7), (16, 6, 4), (64, 6, 3), (64, 8, 2), (256, 6, 2)]
 )
 def test_parts_of_a_batch_fill_the_device_once_or_twice(sequences, resident, parts):
-    """By hand, for 8 KV heads on 132 units: 5 x 132 CTAs or three parts each, within what is resident or twice that."""
-    sizes = {"units": 132, "resident": resident}
+    """By hand, for 8 KV heads on 132 units: 396 CTAs or three parts each, within what is resident or twice that."""
+    sizes = {"units": 132, "resident": resident, "busy": 396}
     assert part_count(problem_of(decode_spec(batch=sequences)), 16, 32, **sizes) == parts
     batch, context = (sympy.Symbol(name, positive=True, integer=True) for name in ("s0", "s1"))
     open_sizes = problem_of(decode_spec(num_seqs=batch, num_tokens=batch, max_context=context))
@@ -117,12 +117,41 @@ def test_parts_of_a_batch_fill_the_device_once_or_twice(sequences, resident, par
 
 
 @pytest.mark.parametrize(
+    ("tile_kib", "warps", "stages", "bandwidth", "ctas"),
+    [
+        (16, 1, 3, 4.8e12, 396),  # for three warps on each unit; 395 for the memory
+        (16, 2, 4, 4.8e12, 395),  # 2.7 us of the bandwidth, in CTAs with 32 KiB on their way
+        (16, 1, 2, 4.8e12, 726),  # of 791, five and a half for each unit
+        (32, 2, 3, 4.8e12, 198),
+        (64, 4, 1, 4.8e12, 263),
+        (16, 1, 3, 1e12, 396),
+        (64, 8, 4, 1e12, 132),
+    ],
+)
+def test_ctas_that_keep_the_memory_of_132_units_busy(tile_kib, warps, stages, bandwidth, ctas):
+    assert busy_ctas(tile_kib * 1024, warps, stages, bandwidth, 132) == ctas
+
+
+def test_wide_tiles_and_single_stages_are_for_sequences_that_stay_whole():
+    """On an H200, 8 x 512 took 13.7 us with 16x128 w4 st1 in four splits, and 9.4 us with the best tile."""
+    cut = rank_tiles(decode_spec(batch=8, context=4096), H200)
+    assert all(tile.block_n <= 64 and tile.num_stages > 1 for tile in cut.configs)
+    reasons = {why for _, why in cut.rejected}
+    assert {
+        "128 keys a tile are for sequences that stay whole",
+        "one stage is for sequences that stay whole",
+    } <= reasons
+    whole = rank_tiles(decode_spec(batch=16, context=128), H200)
+    assert whole.configs[0].uncut == TileConfig(16, 128, 4, 1)
+
+
+@pytest.mark.parametrize(
     ("sequences", "kv_dtype", "parts"), [(64, "float8_e4m3fn", 4), (64, "int8", 4), (40, "int8", 3)]
 )
 def test_parts_of_8_bit_keys_fill_the_device_twice_where_two_of_each_fill_it(sequences, kv_dtype, parts):
     """By hand: 9 x 132 CTAs are resident, 1188; 64 x 8 pairs have two each in them, and four in twice as many."""
     problem = problem_of(decode_spec(batch=sequences, kv_dtype=kv_dtype))
-    assert part_count(problem, 16, 32, units=132, resident=9) == parts
+    assert part_count(problem, 16, 32, units=132, resident=9, busy=726) == parts
 
 
 def test_a_tile_for_open_numbers_of_tokens_suits_drafts_too():

@@ -17,17 +17,8 @@ import triton
 import triton.language as tl
 
 from tcport.kernels.triton_parts import part_length, parts_of, visible_tiles
-from tcport.kernels.triton_tile import (
-    LN2,
-    LOG2E,
-    attend,
-    finish,
-    load_query,
-    main_span,
-    split_span,
-    to_fp16,
-    visible_range,
-)
+from tcport.kernels.triton_span import main_span, split_span, visible_range
+from tcport.kernels.triton_tile import LN2, LOG2E, attend, finish, load_query, to_fp16
 
 _SEGMENTS_AT_ONCE = tl.constexpr(256)
 _LENGTHS_AT_ONCE = tl.constexpr(128)

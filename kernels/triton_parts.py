@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tcport.kernels.triton_tile import visible_range
+from tcport.kernels.triton_span import visible_range
 
 # Keys. A shorter part spends more on its start and its share of the merge than on keys.
 _SHORTEST = tl.constexpr(128)

@@ -41,7 +41,7 @@ class Fit:
         """Why a tile that spills is accepted; empty for one that does not."""
         if not self.compiled.spill:
             return ""
-        rest = "the rest have blocks as large under as many warps" if self.exhausted else "the rest were not compiled"
+        rest = "the rest have blocks as large under no more warps" if self.exhausted else "the rest were not compiled"
         return f"it spills the least of the {len(self.steps) + 1} tiles compiled, none of which does not; {rest}"
 
 
@@ -128,8 +128,8 @@ def lighter(
     """The next tile after one that spills; None where no tile is left that might not.
 
     The best ranked of those that are estimated to need fewer registers than all that spill, twice; then the one that
-    needs fewest, which says most about the rest. Left out are blocks at least as large under as many warps as one that
-    spills. Stages hold few registers: other numbers of them are tried last, for the tile that spills least.
+    needs fewest, which says most about the rest. Left out are blocks at least as large under no more warps than those
+    of one that spills. Stages hold few registers: other numbers of them are tried last, for the tile that spills least.
 
     Args:
         pressure: estimated registers of a thread.
@@ -144,8 +144,9 @@ def lighter(
 
 
 def _covers(tile: TileConfig, other: TileConfig) -> bool:
-    same = tile.num_warps == other.num_warps
-    return same and tile.block_m >= other.block_m and tile.block_n >= other.block_n
+    """Whether a thread of ``tile`` holds no less than one of ``other``."""
+    as_large = tile.block_m >= other.block_m and tile.block_n >= other.block_n
+    return as_large and tile.num_warps <= other.num_warps
 
 
 def _shape(tile: TileConfig) -> tuple[int, int, int]:

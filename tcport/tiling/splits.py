@@ -12,13 +12,16 @@ _CTAS_PER_UNIT = 2
 # A part shorter than this spends more on its start and its share of the merge than on keys.
 _KEYS_PER_PART = 128
 # Splits of few keys are short, as there is nothing else to do; a merge of many costs more than it gains.
-_KEYS_PER_SPLIT, _FREE_SPLITS, _KEYS_PER_FURTHER_SPLIT = 64, 8, 160
+_KEYS_PER_SPLIT, _FREE_SPLITS, _KEYS_PER_FURTHER_SPLIT = 64, 8, 80
 # A merge takes as long as so many keys of a CTA, and so many more for each row of the result that a unit merges; by the
 # cost model (:mod:`tcport.tiling.cost`), for seven shapes on three devices. A cut saves half of a sequence or more.
 _KEYS_PER_MERGE, _KEYS_PER_MERGED_ROW = 64, 30
 _MOST = 128
-# Where keys are cut by the lengths of the batch.
-_CTAS_TO_BALANCE, _LEAST_PARTS = 5, 3
+# Where keys are cut by the lengths of the batch: parts that let uneven lengths come out even.
+_LEAST_PARTS = 3
+# The bytes on their way that keep a memory busy, in seconds of its bandwidth; and of a unit, warps that have something
+# to do while others wait, and CTAs beyond which there only are more partial results.
+_IN_FLIGHT, _FEWEST_WARPS, _MOST_CTAS = 2.7e-6, 3, 5.5
 # A batch-invariant call is cut for a batch of this size, whatever its batch is.
 _INVARIANT_BATCH = 8
 
@@ -52,25 +55,45 @@ def split_count(problem: Problem, block_m: int, block_n: int, units: int, reside
     return _between(_ceil_div(wanted, work), _MOST, shortest, worthwhile, paid, _floor_div(room, work))
 
 
-def part_count(problem: Problem, block_m: int, block_n: int, units: int, resident: int) -> Dim:
+def part_count(problem: Problem, block_m: int, block_n: int, units: int, resident: int, busy: int) -> Dim:
     """Parts of a sequence on average, where a decode batch is cut by its lengths: an int, or an expression.
 
-    As many as make five CTAs per unit, and three of a sequence at least, so that uneven lengths come out even; but no
-    more than are resident at a time. A batch that fills more than half of that room with two of each gets what fills it
-    twice: a second wave that is nearly empty costs as much as a full one. Measured on an H200 with 8 to 256 sequences.
-    Over 8-bit keys a batch that fills all of the room with two gets that too: a CTA waits for itself more than for
-    memory, so the longest parts gain nothing from what the short ones leave (64 uneven lengths: 214 us with two parts,
-    172 us with four).
+    As many as keep the memory busy, and three of a sequence at least, so that uneven lengths come out even;
+    but no more than are resident at a time. A batch that fills more than half of that room with two of each gets what
+    fills it twice: a second wave that is nearly empty costs as much as a full one. Measured on an H200 with 2 to 256
+    sequences. Over 8-bit keys a batch that fills all of the room with two gets that too: a CTA waits for itself more
+    than for memory, so the longest parts gain nothing from what the short ones leave (64 uneven lengths: 214 us with
+    two parts, 172 us with four).
+
+    Args:
+        busy: CTAs that keep the memory busy, of :func:`busy_ctas`.
     """
     blocks = problem.num_kv_heads * -(-problem.rows // block_m)
     work = blocks * (BATCH if problem.open_batch else problem.num_seqs)
     context: Dim = CONTEXT if problem.open_context else problem.max_context
-    wanted = _most(_LEAST_PARTS, _ceil_div(_CTAS_TO_BALANCE * units, work))
+    wanted = _most(_LEAST_PARTS, _ceil_div(busy, work))
     room = _floor_div(resident * units, work)
     twice = _floor_div(2 * resident * units, work)
     # 1 where the room holds fewer than two of each (of 8 bits: than three), else 0.
     narrow = _least(1, _most(0, (3 if problem.quantised else 2) - room))
     return _most(2, _least(wanted, room, _floor_div(context, max(_KEYS_PER_PART, block_n))), narrow * twice)
+
+
+def busy_ctas(tile_bytes: float, warps: int, stages: int, bandwidth: float, units: int) -> int:
+    """CTAs of a device whose tiles on their way keep its memory busy.
+
+    By Little's law that takes bandwidth times latency. Over 35 shapes on an H200, tiles of 8 to 64 KiB were fastest
+    with a little over twice that, as CTAs do not ask all the time.
+
+    Args:
+        tile_bytes: keys and values of a tile.
+        warps, stages: of a CTA, and tiles that it has buffers for.
+        bandwidth: bytes a second.
+        units: compute units.
+    """
+    ahead = min(2.0, stages - 1) or 0.75  # without a buffer in advance, a tile is on its way most of the time
+    busy = _IN_FLIGHT * bandwidth / (tile_bytes * ahead)
+    return int(max(units, _FEWEST_WARPS * units / warps, min(_MOST_CTAS * units, busy)))
 
 
 def _between(wanted: Dim, *limits: Dim) -> Dim:
