@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.fx
 from torch import Tensor
+from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import dropout, silu
 
@@ -146,7 +147,7 @@ def as_hypot_of(x: Tensor, y: Tensor) -> Tensor:
         (lambda x, y: x / (2 + torch.exp(-x)) * y, (X, Y)),
         (lambda x, y: x / (1 + torch.exp(-y)) * y, (X, Y)),
         (lambda x, y: silu(x).t() * y, (X[:, :4], Y[:, :4])),
-        (lambda x, y: silu(x).to(torch.bfloat16).to(torch.float32) * y, (X, Y)),
+        (lambda x, y: silu(x).to(torch.int32).to(torch.float32) * y, (X, Y)),
         (lambda x, y: silu(x) * y, (X.double(), Y.double())),
     ],
 )
@@ -155,6 +156,17 @@ def test_near_misses_are_left(fn: Callable[..., Tensor], args: tuple[Tensor, ...
     report, graph = matches(GATED, fn, *args)
     assert report.matches == 0
     assert str(graph.graph) == before
+
+
+@pytest.mark.parametrize(("between", "count"), [(torch.bfloat16, 0), (torch.float32, 1)])
+def test_a_cast_that_rounds_is_a_part_of_its_own(between: torch.dtype, count: int) -> None:
+    """Traced without Inductor, which in torch 2.11 drops the rounding itself."""
+
+    def fn(x: Tensor, y: Tensor) -> Tensor:
+        return silu(x).to(between).to(torch.float32) * y
+
+    report, _ = matches(GATED, make_fx(fn, select_decomp_table(), tracing_mode="fake")(X, Y))
+    assert report.matches == count
 
 
 def test_a_mean_over_another_dimension_is_left_and_one_counted_from_the_end_is_not() -> None:
