@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 
 PROGRAM = """
@@ -20,7 +22,40 @@ assert "tcport.backend" in sys.modules
 """
 
 
-def test_a_fresh_process_needs_no_import(tmp_path: Path) -> None:
+THREADS = """
+import threading, torch
+from torch._dynamo.backends import registry
+together, compiled, raised = threading.Barrier(6), [], []
+def look_up():
+    together.wait()
+    try:
+        compiled.append(torch.compile(lambda x: torch.relu(x) + 1, backend="tcport"))
+    except Exception as error:
+        raised.append(repr(error))
+threads = [threading.Thread(target=look_up) for _ in range(6)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert raised == [], raised
+# One after the other: torch 2.11 itself, under any backend, dies of first calls in several threads.
+outs = [run(torch.tensor([-1.0, 2.0])).tolist() for run in compiled]
+assert outs == [[1.0, 3.0]] * 6, outs
+from tcport.backend import tcport
+assert registry.lookup_backend("tcport") is tcport
+assert "tcport" in torch.compiler.list_backends()
+registry.register_backend(lambda gm, inputs: gm, name="another")
+try:
+    registry.register_backend(lambda gm, inputs: gm, name="another")
+except AssertionError as error:
+    assert "duplicate name: another" in str(error)
+else:
+    raise SystemExit("every name may be taken twice")
+"""
+
+
+@pytest.mark.parametrize("program", [PROGRAM, THREADS], ids=["no import", "six threads at once"])
+def test_a_fresh_process_needs_no_import(program: str, tmp_path: Path) -> None:
     """The entry point is what an installed package has; here it is written by hand beside the checkout."""
     info = tmp_path / "tcport-0.1.0.dist-info"
     info.mkdir()
@@ -29,6 +64,6 @@ def test_a_fresh_process_needs_no_import(tmp_path: Path) -> None:
     (info / "entry_points.txt").write_text("[torch_dynamo_backends]\n" + declared.replace('"', "") + "\n")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, cwd=tmp_path
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr

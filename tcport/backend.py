@@ -21,6 +21,7 @@ from tcport.options import Options, parse_options
 from tcport.report import Found, GraphReport, LeftAlone
 
 ops.postpone_refusals(postpone)
+_inductor.register_in_any_thread("tcport")
 
 
 def tcport(

@@ -7,7 +7,14 @@ from __future__ import annotations
 
 from tcport._inductor.audit import Audit, Buffer
 from tcport._inductor.compile import compile_graph, interpret_graph, outside_dynamo
-from tcport._inductor.dynamo import compile_count, in_dynamo, must_pass_through, original, unwrapped
+from tcport._inductor.dynamo import (
+    compile_count,
+    in_dynamo,
+    must_pass_through,
+    original,
+    register_in_any_thread,
+    unwrapped,
+)
 from tcport._inductor.fake_values import concrete
 from tcport._inductor.lowering import Emission, Emit
 from tcport._inductor.settings import config_names, mode_patches
@@ -29,5 +36,6 @@ __all__ = [
     "must_pass_through",
     "original",
     "outside_dynamo",
+    "register_in_any_thread",
     "unwrapped",
 ]
