@@ -204,7 +204,7 @@ def test_eager_calls_compile_a_fixed_set_of_kernels() -> None:
     before = knobs.runtime.jit_post_compile_hook
     knobs.runtime.jit_post_compile_hook = lambda **kw: built.append(kw["fn"].name.rpartition(".")[2])
     try:
-        for size, width in ((1, 1), (1, 256), (2, 256)):
+        for size, width in ((1, 1), (17, 1), (1, 256), (2, 256)):
             check(decode, sized(size, width, 1, 0, dim=72))
         warm = list(built)
         for size in range(1, 65, 3):
@@ -212,7 +212,7 @@ def test_eager_calls_compile_a_fixed_set_of_kernels() -> None:
                 check(decode, sized(size, -(-length // PAGE), length, 0, dim=72))
     finally:
         knobs.runtime.jit_post_compile_hook = before
-    assert sorted(warm) == [*["combine_kernel"] * 2, "kv_write_kernel", *["paged_attention_kernel"] * 3]
+    assert sorted(warm) == [*["combine_kernel"] * 2, "kv_write_kernel", *["paged_attention_kernel"] * 4]
     assert built == warm
 
 
