@@ -93,10 +93,13 @@ def attend(call: AttentionCall, rows: Rows, contract: Contraction) -> tuple[Tens
         scores = scores + call.alibi_slopes.to(dtype).view(*grouped[1:], 1) * distance[:, None, None]
     scores = torch.where(shown, scores, -torch.inf)
 
-    lse = torch.logsumexp(scores, dim=-1)
-    if sinks is not None:
-        lse = torch.logaddexp(lse, sinks)
-    weights = torch.exp(scores - lse[..., None])
+    highest = scores.amax(dim=-1) if sinks is None else torch.maximum(scores.amax(dim=-1), sinks)
+    # Relative to the highest, not to the LSE, which of large scores is rounded. A row that sees nothing has none.
+    highest = torch.where(highest == -torch.inf, 0.0, highest)
+    weights = torch.exp(scores - highest[..., None])
+    total = weights.sum(dim=-1) if sinks is None else weights.sum(dim=-1) + torch.exp(sinks - highest)
+    lse = highest + torch.log(total)
+    weights = weights / total[..., None]
     if call.v_scale is not None:
         weights = weights * _kv_scale(call.v_scale, page, offset, dtype)
     weights = torch.where(shown, weights, 0.0)

@@ -109,12 +109,19 @@ def paged_attention(
             logits = logits + alibi_slopes.to(compute_dtype)[:, None, None] * (key_pos - query_pos)
         logits = logits.masked_fill(~visible, -torch.inf)
 
-        denominator = torch.logsumexp(logits, dim=-1)
+        highest = logits.amax(dim=-1)
         if sinks is not None:
-            denominator = torch.logaddexp(denominator, sinks.to(compute_dtype)[:, None])
-        weights = torch.where(visible, torch.exp(logits - denominator[..., None]), 0.0)
+            highest = torch.maximum(highest, sinks.to(compute_dtype)[:, None])
+        # Relative to the highest logit, not to the LSE, which of large logits is rounded: weights are 1 in all. A row
+        # that sees nothing has none.
+        highest = highest.masked_fill(highest == -torch.inf, 0.0)
+        weights = torch.exp(logits - highest[..., None])
+        total = weights.sum(dim=-1)
+        if sinks is not None:
+            total = total + torch.exp(sinks.to(compute_dtype)[:, None] - highest)
+        weights = torch.where(visible, weights / total[..., None], 0.0)
         out[rows] = torch.einsum("hqk,khd->qhd", weights, value)
-        lse[rows] = denominator.transpose(0, 1)
+        lse[rows] = (highest + torch.log(total)).transpose(0, 1)
     return out, lse
 
 
@@ -165,10 +172,12 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     Source: log-sum-exp of a split softmax (FlashAttention, arXiv:2205.14135, section 3.1).
     """
     lse = torch.logaddexp(lse_a, lse_b)
+    largest = torch.maximum(lse_a, lse_b).masked_fill(torch.isneginf(lse), 0.0)
+    total = torch.exp(lse_a - largest) + torch.exp(lse_b - largest)
     dtype = torch.promote_types(out_a.dtype, lse.dtype)
     out = torch.zeros_like(out_a, dtype=dtype)
     for part, part_lse in ((out_a, lse_a), (out_b, lse_b)):
-        weight = torch.exp(part_lse - lse).to(dtype)[..., None]
+        weight = (torch.exp(part_lse - largest) / total).to(dtype)[..., None]
         out = out + torch.where(torch.isneginf(part_lse)[..., None], 0.0, part.to(dtype) * weight)
     return out.to(out_a.dtype).contiguous(), lse.contiguous()
 
