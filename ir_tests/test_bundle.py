@@ -297,5 +297,8 @@ def test_the_command_says_what_is_wrong(copy: Path) -> None:
 
 def test_specs_with_unknown_names_are_refused(tmp_path: Path) -> None:
     (tmp_path / "specs.json").write_text('[{"heads": 3}]')
-    with pytest.raises(ArgumentError, match="names heads"):
+    with pytest.raises(ArgumentError, match="names heads.*dim_v, kv_dtype"):
+        read_specs(tmp_path / "specs.json")
+    (tmp_path / "specs.json").write_text("[3]")
+    with pytest.raises(ArgumentError, match="lists 3, which is no table"):
         read_specs(tmp_path / "specs.json")

@@ -68,8 +68,14 @@ def test_profile_files_are_taken(tmp_path):
 
 
 def test_this_machines_cpu_is_a_device_too():
-    data = json.loads(run(app, ["plan", "--device", "cpu", "--no-compile", "--json"]).output)
+    """Its kernels are compiled with no tile in them, so there is no footprint of one, and no want of a compiler."""
+    data = json.loads(run(app, ["plan", "--device", "cpu", "--json"]).output)
     assert data["device"]["device_type"] == "cpu"
+    assert (data["compiled"], data["refusal"]) == (None, None)
+    shown = run(app, ["plan", "--device", "cpu"])
+    assert shown.exit_code == 0
+    assert "the CPU's kernels take the block of keys and the splits" in shown.output
+    assert "compiler" not in shown.output
 
 
 def test_devices_lists_what_is_here_and_what_is_not():

@@ -5,7 +5,7 @@ import pickle
 import pytest
 import torch
 
-from tcport.device import DeviceProfile, device_profile, override_profile, set_profile
+from tcport.device import DeviceProfile, device_profile, load_profile, override_profile, set_profile
 from tcport.errors import ArgumentError
 
 SLICE = DeviceProfile(vendor="nvidia", arch="sm_90", compute_units=14, memory_bytes=10 << 30, flags={"tma": True})
@@ -64,6 +64,16 @@ def test_cpu_facts_come_from_the_machine():
     assert (profile.vendor, profile.device_type) == ("cpu", "cpu")
     assert profile.compute_units >= 1
     assert profile.memory_bytes > 0
+
+
+def test_cpu_is_a_name_for_this_machines(monkeypatch):
+    """As it is, whatever describes it for the time being; and in the environment it describes every CPU."""
+    plain = device_profile("cpu")
+    with override_profile(DeviceProfile(vendor="cpu", device_type="cpu", compute_units=3)):
+        assert device_profile("cpu").compute_units == 3
+        assert load_profile("cpu") == plain
+    monkeypatch.setenv("TCPORT_DEVICE_PROFILE", "cpu")
+    assert device_profile() == device_profile("cpu") == plain
 
 
 def test_override_speaks_for_its_own_type_only():

@@ -88,7 +88,7 @@ def verify(
     """Whether a bundle is whole and may run on a device; exit code 1 when not, with each reason."""
     try:
         bundle = read_bundle(folder)
-        profile = device_profile(device) if device in (None, "cpu") else load_profile(device)
+        profile = device_profile() if device is None else load_profile(device)
     except TcportError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from error
@@ -115,11 +115,11 @@ def read_specs(path: Path) -> list[AttentionSpec]:
         raise ArgumentError(f"{path} cannot be read: {error}.", "Give a JSON list of tables.") from error
     specs = []
     for table in tables if isinstance(tables, list) else [tables]:
-        unknown = set(table) - {*_DEFAULTS, "dim_v", "kv_dtype"}
-        if unknown:
-            raise ArgumentError(
-                f"{path} names {', '.join(sorted(unknown))}.", f"Known names: {', '.join([*_DEFAULTS, 'dim_v'])}."
-            )
+        if not isinstance(table, dict):
+            raise ArgumentError(f"{path} lists {table!r}, which is no table.", "Give a JSON list of tables.")
+        known = [*_DEFAULTS, "dim_v", "kv_dtype"]
+        if unknown := sorted(set(table) - set(known)):
+            raise ArgumentError(f"{path} names {', '.join(unknown)}.", f"Known names: {', '.join(known)}.")
         values = {**_DEFAULTS, **table}
         values.setdefault("dim_v", values["dim_qk"])
         values.setdefault("kv_dtype", values["dtype"])

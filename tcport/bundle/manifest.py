@@ -41,7 +41,7 @@ class Entry:
     Attributes:
         kernel: the lowering's kernel it belongs to, such as ``"triton_decode"``.
         tile: block sizes, warps and stages of the tile it was compiled with.
-        facts: the parts of the spec that choose it (see :func:`tcport.bundle.build.spec_facts`).
+        facts: the parts of the spec that choose it (see :func:`tcport.bundle.facts.facts_of`).
         function: name of the Triton function. symbol: its name in the binary.
         signature: type of each parameter in order, ``"constexpr"`` where the value is compiled in.
         constants: those values. aligned: parameters that must be multiples of 16.

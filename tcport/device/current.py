@@ -25,7 +25,7 @@ def device_profile(device: torch.device | str | int | None = None) -> DeviceProf
     """The profile of a device: an override if one holds for its type, else facts read once and cached.
 
     Overrides, first wins: :func:`override_profile`, :func:`set_profile`, the environment variable
-    ``TCPORT_DEVICE_PROFILE`` (a file path or a catalogue name). An override speaks for devices of its own type only:
+    ``TCPORT_DEVICE_PROFILE`` (what :func:`load_profile` takes). An override speaks for devices of its own type only:
     an H200 profile does not describe the CPU.
 
     Args:
@@ -88,13 +88,17 @@ def profile_state() -> Hashable:
 
 @functools.cache
 def load_profile(name_or_path: str) -> DeviceProfile:
-    """A profile from a ``.json``/``.toml`` file or from the catalogue.
+    """A profile by what it is called: a ``.json``/``.toml`` file, a name of the catalogue, or ``cpu``.
+
+    ``cpu`` is this machine's, as it was read: overrides do not change what a name stands for.
 
     Raises:
         ArgumentError: when the file cannot be read or the catalogue has no such device.
     """
     if Path(name_or_path).suffix in (".json", ".toml"):
         return DeviceProfile.from_file(name_or_path)
+    if name_or_path == "cpu":
+        return _read(torch.device("cpu"))
     return catalogue_profile(name_or_path)
 
 
