@@ -172,9 +172,8 @@ class Pattern:
         self.wildcards = wildcards
         self.order = _parameters(replace)
         self.traced: dict[Any, Any] = {}  # the engine's, by dtype
-        self.retraced: weakref.WeakKeyDictionary[Any, Any] = (
-            weakref.WeakKeyDictionary()
-        )  # likewise, by a compile's fake mode
+        # Likewise, by a compile's fake mode.
+        self.retraced: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         for function in self.spellings:
             parameters = _parameters(function)
             if parameters is None or set(parameters) != set(wildcards):

@@ -76,7 +76,7 @@ class Traces:
             return _traced(node, emission)
         if made is None:
             traced = _traced(node, emission)
-            if not _names_sizes(traced):
+            if not _has_unbacked_sizes(traced):
                 self._made[key] = traced, emission
             return traced
         traced, first = made
@@ -119,8 +119,8 @@ def _copied(traced: torch.fx.GraphModule) -> torch.fx.GraphModule:
     return torch.fx.GraphModule(traced, graph)
 
 
-def _names_sizes(traced: torch.fx.GraphModule) -> bool:
-    """Whether a trace makes sizes that depend on data, of which each node has its own."""
+def _has_unbacked_sizes(traced: torch.fx.GraphModule) -> bool:
+    """Whether a trace makes sizes that depend on data (unbacked symbols), of which each node has its own."""
     return any("unbacked_bindings" in node.meta for node in traced.graph.nodes)
 
 
