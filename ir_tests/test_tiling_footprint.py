@@ -241,13 +241,17 @@ def test_the_best_ranked_of_what_needs_fewer_registers_follows_a_tile_that_spill
     tried = compiler(lambda config: 1, lambda config: 8 if config == first else 0)
     accepted = fit.fit(spec, profile, ranking)
     assert accepted.config == next(c for c in ranking.configs if estimate[c] < estimate[first])
-    assert tried == [first, accepted.config]
-    assert accepted.steps == ((first, "8 bytes of a thread's registers spill"),)
+    lightest = min((c for c in ranking.configs if c != first), key=estimate.__getitem__)
+    assert tried == [first, lightest, accepted.config]
+    assert accepted.steps == (
+        (first, "8 bytes of a thread's registers spill"),
+        (lightest, "fits, and a better ranked tile does"),
+    )
     assert accepted.verdict == ""
 
 
 def test_spills_cost_a_first_call_three_further_compiles_and_the_matrix_every_tile_that_might_not(compiler):
-    spec, profile = decode_spec(), catalogue_profile("h200")
+    spec, profile = decode_spec(tokens=4096, batch=1), catalogue_profile("h200")
     ranking = rank_tiles(spec, profile)
     tried = compiler(lambda config: 1, lambda config: 64 // config.num_warps)
     accepted = fit.fit(spec, profile, ranking)
@@ -269,6 +273,14 @@ def test_spills_cost_a_first_call_three_further_compiles_and_the_matrix_every_ti
     stages = {c.num_stages for c in ranking.configs if (c.block_m, c.block_n, c.num_warps) == least}
     assert {c.num_stages for c, shape in zip(tried, shapes, strict=True) if shape == least} == stages
     assert f"of the {len(tried)} tiles compiled" in accepted.verdict
+
+
+def test_other_stages_are_no_hope_where_much_spills(compiler):
+    spec, profile = decode_spec(tokens=4096, batch=1), catalogue_profile("h200")
+    tried = compiler(lambda config: 1, lambda config: 8192 // config.num_warps)
+    accepted = fit.fit(spec, profile, rank_tiles(spec, profile), spill_steps=None)
+    assert accepted.exhausted
+    assert len(tried) == 2  # the first, and the lightest, which settles all others
 
 
 def test_a_tile_that_alone_does_not_spill_is_found(compiler):

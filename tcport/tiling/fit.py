@@ -16,6 +16,7 @@ from tcport.tiling.optimizer import Ranking, register_estimate
 RUN_TIME_STEPS = 3
 """Further tiles that are compiled because of spilled registers, where a first call waits for them."""
 _MOST_UNUSABLE = 8
+_HELD_BY_STAGES = 128  # bytes of a thread, about
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +56,9 @@ def fit(
 ) -> Fit:
     """Accepts the first tile that compiles, fits and does not spill.
 
-    What does not fit is followed by :func:`step_down`, what spills by :func:`lighter`. A tile that fits but spills is
-    kept in mind, and the one that spills least is accepted when no tile without spills turns up.
+    What does not fit is followed by :func:`step_down`, what spills by :func:`lighter`: the lightest tile first. If that
+    spills, hardly any other can help; if not, better ranked ones are tried before it is accepted. Of tiles that all
+    spill, the one that spills least is.
 
     Args:
         ranking: of the same spec and profile; its first tile is tried first.
@@ -82,6 +84,14 @@ def fit(
         trouble = compiled.error or compiled.over_limit(profile)
         built = built or compiled.error is None
         if trouble is None and compiled.spill == 0:
+            for other in _better(ranking, config, tried, spilling, pressure):
+                found = measure(spec, [other], profile, entry, cache)[0]
+                wrong = found.error or found.over_limit(profile) or _spills(found)
+                if not wrong:
+                    tried[config] = "fits, and a better ranked tile does"
+                    config, compiled = other, found
+                    break
+                tried[other] = wrong
             return Fit(config, compiled, tuple(tried.items()), tuple(unusable))
         if trouble is not None:
             unusable.append(config)
@@ -89,7 +99,7 @@ def fit(
             config = step_down(config, ranking, tried)
         else:
             spilling[config] = compiled
-            tried[config] = f"{compiled.spill} bytes of a thread's registers spill"
+            tried[config] = _spills(compiled)
             config = lighter(ranking, tried, spilling, pressure)
     if not spilling:
         last, why = next(reversed(tried.items()))
@@ -127,20 +137,39 @@ def lighter(
 ) -> TileConfig | None:
     """The next tile after one that spills; None where no tile is left that might not.
 
-    The best ranked of those that are estimated to need fewer registers than all that spill, twice; then the one that
-    needs fewest, which says most about the rest. Left out are blocks at least as large under no more warps than those
-    of one that spills. Stages hold few registers: other numbers of them are tried last, for the tile that spills least.
+    The one that needs fewest registers, which says most about the rest. Left out are blocks at least as large under no
+    more warps than those of one that spills. Stages hold few registers: other numbers of them are tried last, for the
+    tile that spills least, if that is little.
 
     Args:
         pressure: estimated registers of a thread.
     """
     left = [tile for tile in ranking.configs if tile not in tried and not any(_covers(tile, s) for s in spilling)]
-    if not left:
-        least = min(spilling, key=lambda tile: spilling[tile].spill)
-        return next((tile for tile in ranking.configs if _shape(tile) == _shape(least) and tile not in tried), None)
-    least_known = min(map(pressure, spilling))
-    fewer = [tile for tile in left if pressure(tile) < least_known]
-    return fewer[0] if fewer and len(spilling) < RUN_TIME_STEPS else min(left, key=pressure)
+    if left:
+        return min(left, key=pressure)
+    least = min(spilling, key=lambda tile: spilling[tile].spill)
+    if spilling[least].spill > _HELD_BY_STAGES:
+        return None
+    return next((tile for tile in ranking.configs if _shape(tile) == _shape(least) and tile not in tried), None)
+
+
+def _better(
+    ranking: Ranking,
+    config: TileConfig,
+    tried: Container[TileConfig],
+    spilling: Mapping[TileConfig, Compiled],
+    pressure: Callable[[TileConfig], float],
+) -> list[TileConfig]:
+    """Tiles that rank above one that does not spill and may not either: none where no tile has spilled."""
+    if not spilling:
+        return []
+    limit = min(map(pressure, spilling))
+    above = ranking.configs[: ranking.configs.index(config)]
+    return [tile for tile in above if tile not in tried and pressure(tile) < limit][: RUN_TIME_STEPS - 1]
+
+
+def _spills(compiled: Compiled) -> str:
+    return f"{compiled.spill} bytes of a thread's registers spill" if compiled.spill else ""
 
 
 def _covers(tile: TileConfig, other: TileConfig) -> bool:
