@@ -107,7 +107,7 @@ def agree(stated: Any, derived: Any) -> bool:
 
 
 def facts(value: Any) -> str:
-    """Shape, strides, dtype and device of the tensors in a value, for a message."""
+    """Shape, strides, dtype and device of the tensors in a value, as text; equal for values that are alike."""
     if isinstance(value, torch.Tensor):
         strides = list(value.stride()) if value.layout == torch.strided else value.layout
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)} strides {strides} on {value.device}"

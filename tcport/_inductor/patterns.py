@@ -128,27 +128,6 @@ def trace(
     return gm
 
 
-def _functionalise(graph: torch.fx.Graph) -> None:
-    """Make ``add`` of ``add_``: decompositions update their own intermediate values, which a functional graph does not.
-
-    ``torch.func.functionalize`` does nothing within a compile, where patterns are traced.
-    """
-    later: dict[torch.fx.Node, torch.fx.Node] = {}
-    for node in graph.nodes:
-        if node.op in ("call_function", "output"):
-            node.args, node.kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: later.get(n, n))
-        schema = getattr(node.target, "_schema", None)
-        if schema is not None and schema.name.startswith("aten::") and schema.name.endswith("_") and schema.is_mutable:
-            packet = getattr(aten, schema.name.removeprefix("aten::")[:-1])
-            node.target = getattr(packet, schema.overload_name or "default")
-            later[node.args[0]] = node
-
-
-def _size_or_node(node: torch.fx.Node) -> Any:
-    value = node.meta.get("val")
-    return value if isinstance(value, (int, float, torch.SymInt)) else node
-
-
 def expressions(
     gm: torch.fx.GraphModule,
     names: Sequence[str],
@@ -176,6 +155,27 @@ def expressions(
             "Return the values in the order of their computation, the last computed from all others.",
         )
     return tolerant
+
+
+def _functionalise(graph: torch.fx.Graph) -> None:
+    """Make ``add`` of ``add_``: decompositions update their own intermediate values, which a functional graph does not.
+
+    ``torch.func.functionalize`` does nothing within a compile, where patterns are traced.
+    """
+    later: dict[torch.fx.Node, torch.fx.Node] = {}
+    for node in graph.nodes:
+        if node.op in ("call_function", "output"):
+            node.args, node.kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: later.get(n, n))
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.name.startswith("aten::") and schema.name.endswith("_") and schema.is_mutable:
+            packet = getattr(aten, schema.name.removeprefix("aten::")[:-1])
+            node.target = getattr(packet, schema.overload_name or "default")
+            later[node.args[0]] = node
+
+
+def _size_or_node(node: torch.fx.Node) -> Any:
+    value = node.meta.get("val")
+    return value if isinstance(value, (int, float, torch.SymInt)) else node
 
 
 def _tolerant(expression: Any, wildcards: dict[str, Wildcard], memo: dict[int, Any]) -> Any:
