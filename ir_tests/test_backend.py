@@ -67,6 +67,27 @@ def test_reduce_overhead_mode_is_accepted() -> None:
     check(torch.compile(attend, backend="tcport", fullgraph=True, mode="reduce-overhead"), batch(2))
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_assertions_about_data_compile_and_hold(dynamic: bool) -> None:
+    """They are nodes without a value; sizes that depend on data bring them along."""
+
+    def checked(lens: Tensor, *args: Tensor) -> tuple[Tensor, Tensor]:
+        torch._check(lens.sum().item() > 2, lambda: "too few keys")
+        return attend(*args), args[0][:, 0, 0].gt(0).nonzero().float() * 2
+
+    compiled = torch.compile(checked, backend="tcport", fullgraph=True, dynamic=dynamic)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True):
+        for size in (3, 2):
+            args = batch(size, seed=size)
+            rows = [[2.0 * i] for i, row in enumerate(args[0].tolist()) if row[0][0] > 0]
+            want = expected(args)[0]
+            out, doubled = compiled(torch.full((size,), 5), *args)
+            torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+            assert doubled.tolist() == rows
+        with pytest.raises(RuntimeError, match=r"u\d+ >=? [23]"):
+            compiled(torch.zeros(2, dtype=torch.int64), *args)
+
+
 def test_at_most_two_compiles_for_any_batch_of_two_or_more() -> None:
     torch.compiler.reset()
     compiled = torch.compile(attend, backend="tcport", fullgraph=True)

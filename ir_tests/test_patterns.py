@@ -217,6 +217,20 @@ def test_other_users_of_an_inner_value_keep_the_match_from_being_taken() -> None
     assert "uses div, which would no longer be computed" in report.notes[0]
 
 
+def test_an_assertion_about_an_inner_value_keeps_the_match_from_being_taken() -> None:
+    """It has no users, and is not dead for that."""
+
+    def asserted(x: Tensor, y: Tensor) -> Tensor:
+        a = x.neg()
+        torch._assert_async(a)
+        return a.exp() * y
+
+    pattern = Pattern(lambda x, y: x.neg().exp() * y, as_hypot_of, x=tensor(), y=tensor())
+    report, _ = matches(pattern, make_fx(asserted, tracing_mode="fake")(X[:1, :1], Y[:1, :1]))
+    assert report.matches == 0
+    assert "_assert_async uses neg, which would no longer be computed" in report.notes[0]
+
+
 def test_values_that_the_pattern_returns_may_have_other_users() -> None:
     def added(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         total = x + y

@@ -22,6 +22,12 @@ def has_effect(node: torch.fx.Node) -> bool:
     return writes_in_place(node) or writes_functionally(node)
 
 
+def returns_nothing(node: torch.fx.Node) -> bool:
+    """Whether a node calls an operator without results, such as an assertion: it is there for what else it does."""
+    schema = getattr(node.target, "_schema", None)
+    return node.op == "call_function" and schema is not None and not schema.returns
+
+
 def writes_functionally(node: torch.fx.Node) -> bool:
     """Whether a node is the functional form of a write: it is lost when its results are not used."""
     return node.op == "call_function" and getattr(node.target, "__name__", "") in _FUNCTIONALISED

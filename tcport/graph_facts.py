@@ -12,13 +12,14 @@ from typing import Any
 import torch
 import torch.fx
 
-from tcport.effects import writes_in_place
+from tcport.effects import returns_nothing, writes_in_place
 
 
 def has_values(graph: torch.fx.Graph) -> str | None:
     """Every node that computes something carries ``meta["val"]``."""
     for node in graph.nodes:
-        if node.op in ("placeholder", "call_function") and "val" not in node.meta:
+        computes = node.op in ("placeholder", "call_function") and not returns_nothing(node)
+        if computes and "val" not in node.meta:
             return f"the node {node.name!r} has no meta['val']"
     return None
 

@@ -11,7 +11,7 @@ import torch
 import torch.fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from tcport.effects import has_effect, writes_in_place
+from tcport.effects import has_effect, returns_nothing, writes_in_place
 from tcport.no_ops import passes_on
 from tcport.pass_values import note_derived
 from tcport.pattern import FLOATING, Bindings, Pattern
@@ -185,7 +185,7 @@ def _erase_with_views(node: torch.fx.Node) -> None:
 
 
 def _is_dead(node: torch.fx.Node) -> bool:
-    return node.op == "call_function" and not node.users and not has_effect(node)
+    return node.op == "call_function" and not node.users and not has_effect(node) and not returns_nothing(node)
 
 
 def _dtype(dtype: torch.dtype) -> str:
