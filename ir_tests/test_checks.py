@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import tcport
-from tcport import ops
+from tcport import operator_library
 from tcport.errors import (
     ArgumentError,
     DeviceMismatchError,
@@ -346,7 +346,7 @@ def test_sizes_left_open_are_not_fixed_by_the_checks(arguments: Arguments) -> No
 def test_a_postponed_refusal_leaves_a_plausible_result(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = attention(query=torch.randn(7, 5, 16))
     taken: list[TcportError] = []
-    monkeypatch.setattr(ops, "_take", lambda error: taken.append(error) is None)
+    monkeypatch.setattr(operator_library, "_take", lambda error: taken.append(error) is None)
     with FakeTensorMode() as mode:
         out, lse = tcport.paged_attention(**fake_arguments(arguments, mode, dynamic=False), return_lse=True)
     assert (out.shape, lse.shape) == ((7, 5, 12), (7, 5))

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "tcport"
-MAX_LINES = 380
+MAX_LINES = 360
 
 # Longest match wins. A module may import from its own layer and from every lower one.
 LAYERS = {
@@ -23,6 +23,7 @@ LAYERS = {
     "tcport.device": 0,
     "tcport.kernels": 0,
     "tcport.ops": 1,
+    "tcport.operator_library": 1,
     "tcport.argument_types": 1,
     "tcport.checks": 1,
     "tcport.debug": 1,

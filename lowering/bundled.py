@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from tcport import ops
 from tcport.bundle.facts import facts_of
 from tcport.bundle.manifest import Entry
 from tcport.bundle.store import bundles, named_folders
@@ -19,6 +18,7 @@ from tcport.kernels.call import AttentionCall, Launcher, WriteCall, is_traced
 from tcport.lowering.candidate import Candidate, Verdict
 from tcport.lowering.registry import Answer, generation, register_lowering, select
 from tcport.lowering.spec import WriteSpec, attention_spec, opened, write_spec
+from tcport.operator_library import define_twin
 from tcport.tiling import rank_tiles
 from tcport.tiling.footprint import compile_target, kernel_sources
 
@@ -148,5 +148,5 @@ _POSITIONAL = {
     "bundle_attention": ("query", "k_cache", "v_cache", "block_table", "seq_lens", "cu_seqlens_q"),
     "bundle_write": ("key", "value", "k_cache", "v_cache", "slot_mapping"),
 }
-ops.define_twin("bundle_attention", "paged_attention", _run_attention, more="str tile")
-ops.define_twin("bundle_write", "kv_write", _run_write, more="str tile")
+define_twin("bundle_attention", "paged_attention", _run_attention, more="str tile")
+define_twin("bundle_write", "kv_write", _run_write, more="str tile")

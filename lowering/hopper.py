@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tcport import ops
 from tcport.device import DeviceProfile, device_profile
 from tcport.errors import NoTileError
 from tcport.fingerprint import triton_version
@@ -19,6 +18,7 @@ from tcport.kernels import hopper_prefill
 from tcport.kernels.call import AttentionCall, Launcher, is_traced
 from tcport.lowering.candidate import Candidate, Terms, Verdict
 from tcport.lowering.registry import Answer, register_lowering
+from tcport.operator_library import LIBRARY, define_twin
 from tcport.tiling.hopper import hopper_tiles_of, rank_hopper_tiles
 
 _TRITON = ((3, 6), (3, 9))
@@ -147,5 +147,5 @@ def _run_twin(
 
 
 _POSITIONAL = ("query", "k_cache", "v_cache", "block_table", "seq_lens", "cu_seqlens_q")
-ops.define_twin("hopper_prefill", "paged_attention", _run_twin, more="str[]? kernels=None, bool strict=False")
-forbid_backward(ops.LIBRARY, "hopper_prefill")
+define_twin("hopper_prefill", "paged_attention", _run_twin, more="str[]? kernels=None, bool strict=False")
+forbid_backward(LIBRARY, "hopper_prefill")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from tcport import _inductor, debug, history, ops
+from tcport import _inductor, debug, history
 from tcport.adapter import adapt
 from tcport.attempt import run_stage
 from tcport.attention_only import attention_only
@@ -17,10 +17,11 @@ from tcport.compilation import compile_graph
 from tcport.device.live import watch_if_wanted
 from tcport.errors import OptionError, TcportError
 from tcport.invalid import first_invalid_call, postpone
+from tcport.operator_library import postpone_refusals
 from tcport.options import Options, parse_options
 from tcport.report import Found, GraphReport, LeftAlone
 
-ops.postpone_refusals(postpone)
+postpone_refusals(postpone)
 _inductor.register_in_any_thread("tcport")
 
 

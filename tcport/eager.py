@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tcport import chain, checks, debug, ops, remembered
+from tcport import chain, checks, debug, remembered
 from tcport.fused_ops import check_write_and_attend
 from tcport.lowering.operators import KV_WRITE, PAGED_ATTENTION, WRITE_AND_ATTEND
+from tcport.operator_library import LIBRARY, define_twin
 
 
 def _paged_attention(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
@@ -66,7 +67,7 @@ def _count_write(*caches: Tensor) -> None:
             torch.autograd.graph.increment_version(cache)
 
 
-ops.LIBRARY.impl("paged_attention", _paged_attention, "CompositeExplicitAutograd")
-ops.define_twin("paged_attention_on_terms", "paged_attention", _on_terms, more="str[]? kernels, bool strict")
-ops.LIBRARY.impl("kv_write", _kv_write, "CompositeExplicitAutograd")
-ops.LIBRARY.impl("write_and_attend", _write_and_attend, "CompositeExplicitAutograd")
+LIBRARY.impl("paged_attention", _paged_attention, "CompositeExplicitAutograd")
+define_twin("paged_attention_on_terms", "paged_attention", _on_terms, more="str[]? kernels, bool strict")
+LIBRARY.impl("kv_write", _kv_write, "CompositeExplicitAutograd")
+LIBRARY.impl("write_and_attend", _write_and_attend, "CompositeExplicitAutograd")

@@ -14,7 +14,7 @@ from torch import Tensor
 from tcport import checks
 from tcport.inference_only import forbid_backward
 from tcport.kernels.call import WriteAndAttendCall
-from tcport.ops import LIBRARY, TAGS
+from tcport.operator_library import LIBRARY, TAGS
 
 WRITE_ARGUMENTS = ("key", "value", "k_cache", "v_cache", "slot_mapping", "k_scale", "v_scale")
 """The arguments it shares with ``tcport::kv_write``."""

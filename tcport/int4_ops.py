@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tcport.kernels import int4
-from tcport.ops import LIBRARY, TAGS
+from tcport.operator_library import LIBRARY, TAGS
 
 
 def _fake(x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from tcport import _inductor, checks, ops  # noqa: F401  (ops defines the operators)
+from tcport import _inductor, checks, operator_library  # noqa: F401  (it defines the operators)
 from tcport.argument_types import refuse_type
 from tcport.errors import TcportError
 

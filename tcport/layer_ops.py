@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tcport.kernels import layers
-from tcport.ops import LIBRARY, TAGS
+from tcport.operator_library import LIBRARY, TAGS
 
 
 def _fake_silu_mul(gate: Tensor, up: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tcport.kernels import quantise
-from tcport.ops import LIBRARY, TAGS
+from tcport.operator_library import LIBRARY, TAGS
 
 
 def _quantised(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from tcport import checks
 from tcport.errors import ShapeError
 from tcport.inference_only import forbid_backward
 from tcport.kernels.rope import RopeWriteCall, rotated
-from tcport.ops import LIBRARY, TAGS
+from tcport.operator_library import LIBRARY, TAGS
 
 
 def check_rope_and_write(call: RopeWriteCall) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tcport import ops
 from tcport.inference_only import forbid_backward
 from tcport.kernels import blocked
 from tcport.kernels.call import AttentionCall
+from tcport.operator_library import LIBRARY, define_twin
 
 _POSITIONAL = ("query", "k_cache", "v_cache", "block_table", "seq_lens", "cu_seqlens_q")
 
@@ -29,5 +29,5 @@ def _run(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
     return blocked.paged_attention(AttentionCall.of(*args, **options))
 
 
-ops.define_twin("attend_in_turn", "paged_attention", _run)
-forbid_backward(ops.LIBRARY, "attend_in_turn")
+define_twin("attend_in_turn", "paged_attention", _run)
+forbid_backward(LIBRARY, "attend_in_turn")
