@@ -82,4 +82,8 @@ def test_devices_lists_what_is_here_and_what_is_not():
     listed = json.loads(run(app, ["devices", "--json"]).output)
     assert "cpu" in listed["present"]
     assert len(listed["catalogue"]) == 17
-    assert "b580" in run(app, ["devices"]).output
+    shown = run(app, ["devices"]).output
+    assert "b580" in shown
+    assert "warp_width" not in shown.partition("\ncpu: unknown: memory_bandwidth")[2].partition("\n")[0]
+    assert "\ncpu: unknown: memory_bandwidth" in shown
+    assert "a CPU has none" in listed["present"]["cpu"]["unknown"]["warp_width"]

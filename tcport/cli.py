@@ -20,6 +20,7 @@ from tcport.bench.sweep_command import sweep
 from tcport.bench.tune_command import tune
 from tcport.bundle.command import app as bundle_app
 from tcport.device import FACTS, DeviceProfile, catalogue, catalogue_profile, device_profile, load_profile
+from tcport.device.cpu_source import OF_GPUS
 from tcport.device.sources import present_devices
 from tcport.doctor import examine, healthy
 from tcport.errors import TcportError
@@ -119,7 +120,8 @@ def devices(as_json: Annotated[bool, typer.Option("--json", help="Print plain da
             _console.print(f"{name} is in basic mode: {escape(profile.basic_mode)}")
         for note in profile.notes:
             _console.print(f"{name}: {escape(note)}")
-        missing = [fact for fact in FACTS if fact in profile.unknown]
+        none = OF_GPUS if profile.vendor == "cpu" else ()
+        missing = [fact for fact in FACTS if fact in profile.unknown and fact not in none]
         if missing:
             _console.print(f"{name}: unknown: {', '.join(missing)} (reasons with --json)")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import platform
 from pathlib import Path
@@ -10,13 +11,20 @@ import torch
 
 from tcport.device.facts import Report, sift
 
+OF_GPUS = (
+    "pci_bus_id", "uuid", "driver_version", "warp_width", "max_threads_per_cta", "max_threads_per_unit",
+    "registers_per_unit", "max_registers_per_thread", "shared_per_cta", "shared_per_cta_optin", "shared_per_unit",
+    "mma_atom", "async_copy",
+)  # fmt: skip
+"""Facts that no CPU has."""
+
 _SYSFS_CACHE = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 def read(cpuinfo: Path = Path("/proc/cpuinfo"), caches: Path = _SYSFS_CACHE) -> Report:
     """Facts about the CPU from the operating system; nothing is measured and nothing is loaded."""
     capability = torch.backends.cpu.get_cpu_capability()
-    return sift(
+    known = sift(
         "operating system",
         {
             "arch": platform.machine() or None,
@@ -29,6 +37,7 @@ def read(cpuinfo: Path = Path("/proc/cpuinfo"), caches: Path = _SYSFS_CACHE) -> 
         },
         flags={name: capability.startswith(prefix) for name, prefix in _ISA.items()},
     )
+    return dataclasses.replace(known, unknown={**known.unknown, **dict.fromkeys(OF_GPUS, "a CPU has none")})
 
 
 _ISA = {"avx2": "AVX", "avx512": "AVX512", "vsx": "VSX", "sve": "SVE"}
