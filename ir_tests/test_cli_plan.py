@@ -3,9 +3,13 @@
 import json
 
 import pytest
+from test_tiling_rank import decode_spec
 from typer.testing import CliRunner
 
 from tcport.cli import app
+from tcport.device import catalogue_profile
+from tcport.lowering.spec import opened
+from tcport.tiling.plan import make_plan
 
 run = CliRunner().invoke
 
@@ -87,3 +91,11 @@ def test_devices_lists_what_is_here_and_what_is_not():
     assert "warp_width" not in shown.partition("\ncpu: unknown: memory_bandwidth")[2].partition("\n")[0]
     assert "\ncpu: unknown: memory_bandwidth" in shown
     assert "a CPU has none" in listed["present"]["cpu"]["unknown"]["warp_width"]
+
+
+def test_a_plan_for_open_sizes_is_plain_data():
+    """Numbers that depend on sizes are written out."""
+    plan = make_plan(opened(decode_spec()), catalogue_profile("h200"), check=False)
+    first = json.loads(json.dumps(plan.to_dict()))["configs"][0]
+    assert "B" in first["num_splits"]
+    assert "B" in first["parts"]

@@ -132,6 +132,12 @@ def test_ctas_that_keep_the_memory_of_132_units_busy(tile_kib, warps, stages, ba
     assert busy_ctas(tile_kib * 1024, warps, stages, bandwidth, 132) == ctas
 
 
+@pytest.mark.parametrize(("batch", "context"), [(16, 128), (1, 65536), (256, 512)])
+def test_what_is_not_cut_by_lengths_has_no_parts(batch, context):
+    """So that what is compiled to look at its footprint is what will be launched."""
+    assert {tile.parts for tile in rank_tiles(decode_spec(batch=batch, context=context), H200).configs} == {0}
+
+
 def test_wide_tiles_and_single_stages_are_for_sequences_that_stay_whole():
     """On an H200, 8 x 512 took 13.7 us with 16x128 w4 st1 in four splits, and 9.4 us with the best tile."""
     cut = rank_tiles(decode_spec(batch=8, context=4096), H200)
@@ -142,7 +148,7 @@ def test_wide_tiles_and_single_stages_are_for_sequences_that_stay_whole():
         "one stage is for sequences that stay whole",
     } <= reasons
     whole = rank_tiles(decode_spec(batch=16, context=128), H200)
-    assert whole.configs[0].uncut == TileConfig(16, 128, 4, 1)
+    assert whole.configs[0] == TileConfig(16, 128, 4, 1)
 
 
 @pytest.mark.parametrize(

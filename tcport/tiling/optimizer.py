@@ -155,7 +155,7 @@ class TileLayoutOptimizer:
         units = self.limits.compute_units
         given = (self.problem, config.block_m, config.block_n, units, int(known["resident"]))
         splits = split_count(*given, invariant=self.spec.batch_invariant)
-        if self.problem.kernel != "decode" or self.spec.batch_invariant:
+        if self.problem.kernel != "decode" or self.spec.batch_invariant or not _by_length(self.problem):
             return dataclasses.replace(config, num_splits=splits)
         tile_bytes = Formula("bytes of a tile", TILE_BYTES)(self._values(config))
         busy = busy_ctas(tile_bytes, config.num_warps, config.num_stages, known["bandwidth"], units)
@@ -171,8 +171,8 @@ class TileLayoutOptimizer:
             return ""
         if config.block_n > _WIDEST_CUT:
             return f"{config.block_n} keys a tile are for sequences that stay whole"
-        by_length = self.problem.open_batch or self.problem.num_seqs > 1
-        return "one stage is for sequences that stay whole" if by_length and config.num_stages == 1 else ""
+        single = config.num_stages == 1 and _by_length(self.problem)
+        return "one stage is for sequences that stay whole" if single else ""
 
 
 @functools.lru_cache(maxsize=64)
@@ -183,9 +183,14 @@ def _optimizer(spec: AttentionSpec, profile: DeviceProfile) -> TileLayoutOptimiz
 def _cut(config: TileConfig, problem: Problem) -> int:
     """Into how many parts the keys of a sequence are cut, as :func:`attend_in_parts` and its neighbours cut them."""
     sizes = (problem.num_seqs, problem.num_tokens, problem.max_context)
+    by_length = config.parts != 0 and _by_length(problem)
+    return max(2, config.parts_each(*sizes)) if by_length else config.splits(*sizes)
+
+
+def _by_length(problem: Problem) -> bool:
+    """Whether decode may cut keys by the lengths of the batch: of several sequences of many keys."""
     many = problem.open_batch or problem.num_seqs > 1
-    long = problem.open_context or problem.max_context > FEW_KEYS
-    return max(2, config.parts_each(*sizes)) if config.parts != 0 and many and long else config.splits(*sizes)
+    return many and (problem.open_context or problem.max_context > FEW_KEYS)
 
 
 def _candidates(problem: Problem, profile: DeviceProfile) -> Iterator[TileConfig]:

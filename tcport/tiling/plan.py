@@ -109,7 +109,7 @@ def plain_spec(
 
 def _tile(config: TileConfig) -> dict[str, Any]:
     data = dataclasses.asdict(config)
-    return data | {"num_splits": config.num_splits if isinstance(config.num_splits, int) else str(config.num_splits)}
+    return data | {name: n if isinstance(n := data[name], int) else str(n) for name in ("num_splits", "parts")}
 
 
 def _fit(accepted: Fit) -> dict[str, Any]:
