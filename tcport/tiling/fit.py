@@ -72,6 +72,7 @@ def fit(
     if compile_target(profile) is None:
         return Fit(ranking.configs[0], measure(spec, ranking.configs[:1], profile, entry, cache)[0])
     pressure = functools.partial(register_estimate, spec, profile)
+    most = RUN_TIME_STEPS if spill_steps is None else max(1, spill_steps)
     tried: dict[TileConfig, str] = {}
     spilling: dict[TileConfig, Compiled] = {}
     unusable: list[TileConfig] = []
@@ -84,11 +85,10 @@ def fit(
         trouble = compiled.error or compiled.over_limit(profile)
         built = built or compiled.error is None
         if trouble is None and compiled.spill == 0:
-            for other in _better(ranking, config, tried, spilling, pressure):
+            for other in _better(ranking, config, tried, spilling, pressure)[: most - 1]:
                 found = measure(spec, [other], profile, entry, cache)[0]
                 wrong = found.error or found.over_limit(profile) or _spills(found)
                 if not wrong:
-                    tried[config] = "fits, and a better ranked tile does"
                     config, compiled = other, found
                     break
                 tried[other] = wrong
@@ -165,7 +165,7 @@ def _better(
         return []
     limit = min(map(pressure, spilling))
     above = ranking.configs[: ranking.configs.index(config)]
-    return [tile for tile in above if tile not in tried and pressure(tile) < limit][: RUN_TIME_STEPS - 1]
+    return [tile for tile in above if tile not in tried and pressure(tile) < limit]
 
 
 def _spills(compiled: Compiled) -> str:
