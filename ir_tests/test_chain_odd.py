@@ -195,6 +195,39 @@ def test_threads_in_compiled_code_whose_kernel_fails_are_all_answered() -> None:
     assert tcport.counters()["recompiles after a failed launch"] == anew + 1
 
 
+@pytest.mark.parametrize("anew", [False, True])
+def test_compiled_code_runs_in_other_threads_while_a_graph_is_traced(anew: bool) -> None:
+    """By tcport and by plain Inductor, in a first compile and in one anew; up to torch 2.13 they were refused."""
+    batch = problem()
+    want = reference.paged_attention(*batch)[0]
+    earlier, plain = torch.compile(tcport.paged_attention, backend="tcport"), torch.compile(torch.sin)
+    earlier(*batch), plain(want)
+    asks = torch.fx._symbolic_trace.is_fx_symbolic_tracing
+    code = asks.__code__
+    answers: list[list[torch.Tensor]] = []
+
+    def traced(tile: TileConfig) -> None:
+        with ThreadPoolExecutor(1) as threads:
+            answers.append(threads.submit(lambda: [earlier(*batch), plain(want)]).result())
+
+    kernel, refusing = Faulty(traced, "last"), launching("first")
+    usual = kernel.lower
+    if anew:
+        kernel.lower = lambda *given: [refusing.lower(*given), *usual(*given)]  # type: ignore[method-assign,list-item]
+    refuse("first", RuntimeError("Triton Error [CUDA]: invalid argument"))
+    try:
+        with installed(kernel):
+            compiled = torch.compile(tcport.paged_attention, backend="tcport", options={"force_disable_caches": True})
+            torch.testing.assert_close(compiled(*batch), want, rtol=1e-5, atol=1e-5)
+    finally:
+        refuse("first", None)
+    assert kernel.calls == [TILES[0]]
+    ((attended, sine),) = answers
+    torch.testing.assert_close(attended, want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(sine, want.sin(), rtol=1e-5, atol=1e-5)
+    assert asks.__code__ is code
+
+
 def test_compiles_in_two_threads_leave_inductor_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first ends while the second is within, if it can be, as when a graph is compiled anew beside another."""
     begun, beside, ended = threading.Event(), threading.Event(), threading.Event()

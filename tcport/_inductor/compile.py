@@ -24,6 +24,7 @@ from tcport._inductor.audit import Audit, auditing
 from tcport._inductor.blame import naming
 from tcport._inductor.dynamo import original
 from tcport._inductor.lowering import Emit, Traces
+from tcport._inductor.tracing import tracing_here
 from tcport._inductor.user_passes import shared_slot
 
 
@@ -55,7 +56,7 @@ def compile_graph(
         patches[slot] = shared_slot(slot, pipeline, identity, patches)
     # Of blocks that overlapped, the last to end would leave what the other had installed. Dynamo compiles under its
     # lock; a graph whose kernel failed is compiled anew outside of Dynamo.
-    with compile_lock, _installed(emitters, audit):
+    with compile_lock, tracing_here(), _installed(emitters, audit):
         # Dynamo hides what a backend returns from itself: once is enough, and takes microseconds of every call.
         return original(compile_fx(gm, list(example_inputs), config_patches=patches))  # type: ignore[arg-type]
 
