@@ -200,6 +200,67 @@ def test_numbers_that_are_equal_and_not_the_same(traces: list[str]) -> None:
     assert len(traces) == 5
 
 
+def test_tensors_made_of_numbers_are_each_traces_own(traces: list[str]) -> None:
+    """Whether they are written into the code (few numbers) or kept beside it, and where the model has some as well."""
+
+    def shifted(call: Any, launch: Any) -> Tensor:
+        x, by = call.args
+        return x + torch.tensor([by, 10.0, 20.0]) + torch.tensor([[1.0] * 3] * 20).sum(0) + torch.tensor(0.5)
+
+    def run(x: Tensor) -> list[Tensor]:
+        return [scaled(x + torch.tensor([7.0, 8.0, 9.0]), by) for by in (1.0, 2.0, 1.0)]
+
+    with lowered(shifted):
+        outs = torch.compile(run, backend="tcport", fullgraph=True, options=FRESH)(torch.zeros(3))
+    assert [out.tolist() for out in outs] == [[by + 27.5, 38.5, 49.5] for by in (1.0, 2.0, 1.0)]
+    assert len(traces) == 2
+
+
+def test_what_inductor_cannot_lower_is_left_for_the_next_of_the_chain() -> None:
+    """A branch within a lowering: Inductor lowers branches that Dynamo has captured, and raises an IndexError here."""
+
+    def branching(call: Any, launch: Any) -> Tensor:
+        x, by = call.args
+        return torch.cond(x.sum() > 0, lambda x: x * by, lambda x: x - by, (x,))
+
+    def run(x: Tensor, y: Tensor) -> list[Tensor]:
+        return [scaled(x, 3.0), scaled(y, 3.0)]
+
+    with lowered(branching):
+        outs = torch.compile(run, backend="tcport", fullgraph=True, options=FRESH)(torch.ones(2), -torch.ones(2))
+    assert [out.tolist() for out in outs] == [[3.0, 3.0], [-3.0, -3.0]]
+    report = tcport.last_report()
+    assert report is not None
+    assert [(step.kernel, step.to, step.cause) for step in report.graphs[0].fallbacks] == [
+        ("by_hand [torch]", "tcport_traces::scaled [torch]", "build")
+    ]
+
+
+@pytest.mark.parametrize("as_eager", [False, True])
+def test_layers_that_share_a_trace_draw_numbers_of_their_own(as_eager: bool, traces: list[str]) -> None:
+    """By Inductor's generator, and by torch's; the same ones again from the same seed."""
+
+    def dropped(call: Any, launch: Any) -> Tensor:
+        x, by = call.args
+        return torch.nn.functional.dropout(x, 0.5) * by
+
+    def run(x: Tensor) -> list[Tensor]:
+        return [scaled(x, 3.0), scaled(x, 3.0)]
+
+    with lowered(dropped):
+        compiled = torch.compile(run, backend="tcport", fullgraph=True, options={**FRESH, "fallback_random": as_eager})
+        draws = []
+        for _ in range(2):
+            torch.manual_seed(5)
+            draws.append(compiled(torch.ones(1000)))
+    first, second = draws[0]
+    assert set(first.tolist()) == set(second.tolist()) == {0.0, 6.0}
+    assert 350 < (first == second).sum() < 650  # half of a thousand, and ten standard deviations
+    assert 350 < (first == 0).sum() < 650
+    torch.testing.assert_close(draws[1], draws[0], rtol=0, atol=0)
+    assert len(traces) == 1
+
+
 def test_sizes_that_depend_on_data_are_each_nodes_own(traces: list[str]) -> None:
     def with_count(call: Any, launch: Any) -> Tensor:
         x, by = call.args

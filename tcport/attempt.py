@@ -44,7 +44,7 @@ class Attempt:
     Attributes:
         use_cache: whether Inductor may answer from its cache, and nothing be known.
         emitted: the nodes that were lowered.
-        broken_off: the node whose candidate raised while it was lowered, the kernel of it, and what it raised.
+        broken_off: the node whose candidate raised while it was lowered, the kernel of it, and what was raised.
         refused: what the chain of a node raised where it had no link to give.
         unrepeatable: what keeps a graph that was broken off from being run again; None: nothing does.
     """
@@ -189,8 +189,12 @@ class Attempt:
                 self.broken_off = (emitted, emitted.running or emitted.candidate, error)
                 raise
 
+        def failed(error: Exception) -> None:
+            if self.broken_off is None and link != choice.selection.candidates[-1]:
+                self.broken_off = (emitted, emitted.running or emitted.candidate, error)
+
         notes = (emitted.launches, emitted.calls)
-        return Emission(run, exact_strides=not emitted.candidate.plain, alike=link, notes=notes)
+        return Emission(run, exact_strides=not emitted.candidate.plain, alike=link, notes=notes, failed=failed)
 
     def _audit(self, audit: _inductor.Audit) -> None:
         self.report.source = audit.source

@@ -6,6 +6,7 @@ The layers of a model ask for the same few traces again and again, so each is ma
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import torch.fx
 from torch._inductor import ir
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.replace_random import replace_random_passes
 from torch._inductor.lowering import process_subgraph_nodes
 from torch._inductor.virtualized import V
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -33,12 +35,14 @@ class Emission:
         alike: what ``run`` is, beside the operator: where it is one and the same object, equal arguments are traced
             once. None: each node is traced.
         notes: lists that ``run`` writes to while it is traced; filled with the same where a trace is used again.
+        failed: told what Inductor raises that cannot lower the trace.
     """
 
     run: Callable[..., Any]
     exact_strides: bool
     alike: object = None
     notes: tuple[list[Any], ...] = ()
+    failed: Callable[[Exception], None] = lambda error: None
 
 
 class Traces:
@@ -46,6 +50,7 @@ class Traces:
 
     def __init__(self) -> None:
         self._made: dict[Hashable, tuple[torch.fx.GraphModule, Emission]] = {}
+        self._names = (f"_tcport_attribute{number}" for number in itertools.count())
 
     def lowering(self, emit: Emit) -> Callable[..., Any]:
         """A lowering that traces what ``emit`` says and lowers the trace in place of the node."""
@@ -61,21 +66,28 @@ class Traces:
             inputs = [lowered[i] for i in holes]
             if emission.exact_strides:
                 inputs = [_with_strides(lowered[i], leaves[i].meta["val"]) for i in holes]
-            return process_subgraph_nodes(self._trace(node, emission), inputs) or None
+            traced = self._trace(node, emission)
+            for name, value in _attributes(traced):
+                setattr(V.graph.module, name, value)  # lowering looks for them there
+            try:
+                return process_subgraph_nodes(traced, inputs) or None
+            except Exception as error:
+                emission.failed(error)
+                raise
 
         return lower
 
     def _trace(self, node: torch.fx.Node, emission: Emission) -> torch.fx.GraphModule:
         if emission.alike is None:
-            return _traced(node, emission)
+            return self._traced(node, emission)
         # The object is kept with the trace, so that its id stays its own.
         key = (node.target, id(emission.alike), _facts((node.args, node.kwargs, node.meta.get("val")), {}, {}))
         try:
             made = self._made.get(key)
         except TypeError:  # an argument that cannot be compared
-            return _traced(node, emission)
+            return self._traced(node, emission)
         if made is None:
-            traced = _traced(node, emission)
+            traced = self._traced(node, emission)
             if not _has_unbacked_sizes(traced):
                 self._made[key] = traced, emission
             return traced
@@ -83,6 +95,15 @@ class Traces:
         for own, others in zip(emission.notes, first.notes, strict=True):
             own[:] = others
         return _copied(traced)
+
+    def _traced(self, node: torch.fx.Node, emission: Emission) -> torch.fx.GraphModule:
+        traced = _traced(node, emission)
+        replace_random_passes(traced)  # Inductor has done so to the graph, before its operators are lowered
+        for get in traced.graph.find_nodes(op="get_attr"):
+            name = next(self._names)  # tensors made from numbers, and subgraphs, have the same names in every trace
+            setattr(traced, name, getattr(traced, get.target))
+            get.target = name
+        return traced
 
 
 def _traced(node: torch.fx.Node, emission: Emission) -> torch.fx.GraphModule:
@@ -110,6 +131,10 @@ def _values(nodes: Sequence[torch.fx.Node]) -> list[Any]:
         shared = isinstance(value, torch.Tensor) and owners.setdefault(id(value), node) is not node
         values.append(torch.ops.aten.alias.default(value) if shared else value)
     return values
+
+
+def _attributes(traced: torch.fx.GraphModule) -> list[tuple[str, Any]]:
+    return [(get.target, getattr(traced, get.target)) for get in traced.graph.find_nodes(op="get_attr")]
 
 
 def _copied(traced: torch.fx.GraphModule) -> torch.fx.GraphModule:
