@@ -228,7 +228,7 @@ def _language(program: tuple[int, ...]) -> dict[str, Any]:
     return {
         "gl": language,
         "async_copy": waiting,
-        "_copy": _copy,
-        "_barrier": nothing,
-        "_reinterpret": lambda buffers, dtype, shape, layout: buffers.reinterpreted(shape),
+        "copy_async": _copy,
+        "barrier": nothing,
+        "reinterpret": lambda buffers, dtype, shape, layout: buffers.reinterpreted(shape),
     }

@@ -22,15 +22,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tcport.kernels.call import Launcher
 from tcport.kernels.gluon_int4_product import add_product, as_outputs, product_layout
+from tcport.kernels.gluon_names import barrier, copy_async, reinterpret
 from tcport.kernels.int4 import FewRowsTile, rows_at_once
 from tcport.kernels.target import overlaps_launches
 from tcport.kernels.triton_arguments import int4_arguments
-
-# Triton 3.9 has them under other names.
-_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-_descriptor = gl.shared_memory_descriptor
-_reinterpret = getattr(_descriptor, "reinterpret", None) or _descriptor._reinterpret
 
 
 def few_rows_matmul(
@@ -210,9 +205,9 @@ def few_rows_matmul_kernel(
         stage = gl.allocate_shared_memory(gl.int32, [STEPS * WARPS_K // SLICES, SLICES, BLOCK_M, 64], STAGE)
         for part in gl.static_range(STEPS * WARPS_K // SLICES):
             mask = (row < rows) & (x_k + part * SLICES * 64 < DEPTH // 2)
-            _copy(stage.index(part), x_at + part * SLICES * 64 * x_stride_dim, mask=mask)
+            copy_async(stage.index(part), x_at + part * SLICES * 64 * x_stride_dim, mask=mask)
         async_copy.commit_group()
-        stage = _reinterpret(stage, gl.int32, [STEPS, WARPS_K, BLOCK_M, 64], STAGE)
+        stage = reinterpret(stage, gl.int32, [STEPS, WARPS_K, BLOCK_M, 64], STAGE)
     else:
         for step in gl.static_range(AHEAD):
             mask = (row < rows) & (x_k + step * (STEP // 2) < DEPTH // 2)
@@ -226,9 +221,9 @@ def few_rows_matmul_kernel(
         there = (word_k + step * STEP < DEPTH) & (column < WIDTH)
         words = words + (_of_words(word_at + step * (STEP // 8) * packed_stride_word, there, packed_stride_word),)
     if STAGED:
-        _barrier()  # loads of words stay in front of it, and so in front of the wait
+        barrier()  # loads of words stay in front of it, and so in front of the wait
         async_copy.wait_group(0)
-        _barrier()
+        barrier()
 
     total = gl.zeros([WARPS_K, BLOCK_N, BLOCK_M], gl.float32, PRODUCT)
     x_at += AHEAD * (STEP // 2) * x_stride_dim

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-# Triton 3.9 knows the copy under another name only.
-_copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+from tcport.kernels.gluon_names import copy_box
 
 BOX_DIMS = gl.constexpr(64)  # of 16-bit numbers: the 128 bytes of a swizzled row of shared memory
 
@@ -81,4 +80,4 @@ def _fetch_tile(
         at = pages[part] * page_rows + head_rows + gl.minimum(start + part * BOX, last) % PAGE_SIZE
         for half in gl.static_range(HALVES):
             box = boxes.index((stage * HALVES + half) * PARTS + part)
-            _copy(cache, [at, head_dims + half * BOX_DIMS], ready, box)
+            copy_box(cache, [at, head_dims + half * BOX_DIMS], ready, box)

@@ -18,14 +18,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tcport.kernels.gluon_names import barrier, reinterpret
+
 ROWS = gl.constexpr(64)  # of a group of four warps: the height of a wgmma
 _KEEP_NAN = gl.constexpr(tl.PropagateNan.ALL)
 _LOG2E = gl.constexpr(1.4426950408889634)
 _LN2 = gl.constexpr(0.6931471805599453)
 _LAST_PLACE = gl.constexpr(2.0**-23)  # one to two units in the last place of an fp32 number, relative to it
-# Names of Triton 3.6 and of later ones.
-_RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
-_meet = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @gluon.jit
@@ -84,7 +83,7 @@ def multiply(
         if start < begin:
             mbarrier.wait(value_ready.index(0), 0)
             _erase(value_tiles.index(0), start, begin, seq_len, BLOCK_N, DIM)
-            _meet()  # here, so that no round of the loop does
+            barrier()  # here, so that no round of the loop does
         for tile in range(1, tiles):
             stage = tile % STAGES
             before = (tile - 1) % STAGES
@@ -133,7 +132,7 @@ def _as_tiles(boxes, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.conste
     """The boxes of the buffers as tiles: their halves lie one behind the other, as in a swizzled tile of that width."""
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     shape: gl.constexpr = [STAGES, BLOCK_N, DIM]
-    return boxes.reinterpret(boxes.dtype, shape, layout) if _RENAMED else boxes._reinterpret(boxes.dtype, shape, layout)
+    return reinterpret(boxes, boxes.dtype, shape, layout)
 
 
 @gluon.jit
