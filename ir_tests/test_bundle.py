@@ -29,8 +29,9 @@ from tcport.kernels.triton_decode import paged_decode
 from tcport.lowering.operators import PAGED_ATTENTION, NodeChoice
 from tcport.lowering.registry import select
 from tcport.tiling.example import attention_call
-from tcport.tiling.footprint import compile_target, kernel_sources
+from tcport.tiling.footprint import compile_target
 from tcport.tiling.plan import plain_spec
+from tcport.tiling.sources import kernel_sources
 from tcport.tiling.wire import config_of
 
 H200, A100 = catalogue_profile("h200"), catalogue_profile("a100")

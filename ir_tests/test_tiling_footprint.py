@@ -1,6 +1,8 @@
 """The compile check: real compilers for devices that are not in the room, and what it does when they fail."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 from test_tiling_rank import decode_spec
@@ -8,7 +10,7 @@ from test_tiling_rank import decode_spec
 from tcport.device import catalogue_profile
 from tcport.errors import OutOfResourcesError
 from tcport.ir import TileConfig
-from tcport.tiling import TileLayoutOptimizer, fit, footprint, rank_tiles
+from tcport.tiling import TileLayoutOptimizer, fit, footprint, rank_tiles, sources
 from tcport.tiling.fit import step_down
 from tcport.tiling.footprint import Compiled, Footprint, compile_target, measure
 from tcport.tiling.optimizer import register_estimate
@@ -113,7 +115,7 @@ def test_what_is_kept_goes_stale_with_the_files_that_a_kernel_imports_and_with_n
     }
 
     def keys():
-        footprint._sources.cache_clear()
+        sources.sources_of.cache_clear()
         return {name: footprint._key({"entry": f"{name}:run"}) for name in ("kernel_a", "kernel_b")}
 
     for name, text in files.items():
@@ -130,6 +132,29 @@ def test_what_is_kept_goes_stale_with_the_files_that_a_kernel_imports_and_with_n
         assert {kernel for kernel, key in keys().items() if key != first[kernel]} == stale[name]
         (tmp_path / f"{name}.py").write_text(text)
     assert keys() == first
+
+
+def test_what_is_kept_goes_stale_with_what_compiles_it(tmp_path, monkeypatch):
+    """The process that compiles, the call it makes up, and what a kernel has from outside the folder of kernels."""
+    package = tmp_path / "tcport"
+    shutil.copytree(Path(sources.__file__).parents[1], package, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(sources, "_PACKAGE", package)
+    monkeypatch.setattr(sources, "_COMPILES", package / "tiling" / "compile_worker.py")
+    for used, file in [
+        (True, "tiling/compile_worker.py"),
+        (True, "tiling/example.py"),
+        (True, "kernels/offline.py"),
+        (True, "ir.py"),
+        (False, "kernels/reference.py"),
+        (False, "tiling/cost.py"),
+        (False, "cli.py"),
+    ]:
+        sources.sources_of.cache_clear()
+        before = sources.sources_of("tcport.kernels.triton_decode")
+        with (package / file).open("a") as text:
+            text.write("# other words\n")
+        sources.sources_of.cache_clear()
+        assert (sources.sources_of("tcport.kernels.triton_decode") != before) == used, file
 
 
 def test_a_compiler_that_aborts_costs_its_own_tile_only(cache):

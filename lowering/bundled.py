@@ -20,7 +20,8 @@ from tcport.lowering.registry import Answer, generation, register_lowering, sele
 from tcport.lowering.spec import WriteSpec, attention_spec, opened, write_spec
 from tcport.operator_library import define_twin
 from tcport.tiling import rank_tiles
-from tcport.tiling.footprint import compile_target, kernel_sources
+from tcport.tiling.footprint import compile_target
+from tcport.tiling.sources import kernel_sources
 
 
 @register_lowering("paged_attention", name="bundle_attention")

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import hashlib
 import json
-import os
 import platform
-import subprocess
-import sys
-import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from tcport.bundle.facts import facts_of
 from tcport.bundle.manifest import ABI, Bundle, Entry, write_bundle
@@ -25,12 +22,12 @@ from tcport.kernels import cpu_library
 from tcport.lowering.spec import WriteSpec
 from tcport.lowering.targets import target_of
 from tcport.tiling import rank_tiles, rank_write_tiles
-from tcport.tiling.footprint import ENTRIES, compile_target, kernel_sources
+from tcport.tiling.footprint import ENTRIES, compile_target
 from tcport.tiling.limits import limits_of
+from tcport.tiling.sources import kernel_sources
 from tcport.tiling.wire import config_data, spec_data
-from tcport.tiling.workers import answer_in
+from tcport.tiling.workers import Worker
 
-_TIMEOUT = 300  # seconds for one request; spilling tiles take the compilers up to twenty
 _EXTENSIONS = {"cuda": "cubin", "hip": "hsaco"}
 
 
@@ -63,13 +60,13 @@ def build_bundle(
     left_out: list[str] = []
     entries: list[Entry] = []
     binaries: dict[str, bytes] = {}
-    with _Worker() as worker:
+    with contextlib.closing(Worker("tcport.bundle.build_worker")) as worker:
         for spec in specs:
             kept: set[TileConfig] = set()
             for job in _jobs(spec, profile):
                 if job.kernel != "triton_write" and job.tile not in kept and len(kept) >= tiles:
                     break
-                answer = worker.compile({**job.request, "target": list(target), "index_dtype": index_dtype})
+                answer = worker.ask({**job.request, "target": list(target), "index_dtype": index_dtype})
                 trouble = answer.get("error") or _too_big(answer["entries"], profile)
                 if trouble:
                     left_out.append(f"{job.kernel} {job.tile}: {trouble}")
@@ -167,59 +164,3 @@ def _take(job: _Job, compiled: dict[str, Any], backend: str, binaries: dict[str,
     tile = {name: getattr(job.tile, name) for name in ("block_m", "block_n", "num_warps", "num_stages")}
     aligned = tuple(compiled.pop("aligned"))
     return Entry(kernel=job.kernel, tile=tile, facts=job.facts, aligned=aligned, file=name, sha256=digest, **compiled)
-
-
-class _Worker:
-    """A compiling process that is started again when a kernel has taken it down."""
-
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[str] | None = None
-
-    def __enter__(self) -> _Worker:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stop()
-
-    def compile(self, request: dict[str, Any]) -> dict[str, Any]:
-        process = self._process = self._process or self._start()
-        timer = threading.Timer(_TIMEOUT, process.kill)
-        timer.start()
-        try:
-            _pipe(process.stdin).write(json.dumps(request) + "\n")
-            _pipe(process.stdin).flush()
-            answer = next(filter(None, map(answer_in, _pipe(process.stdout))), None)
-        except OSError:
-            answer = None
-        finally:
-            timer.cancel()
-        if answer is not None:
-            return answer
-        code = process.wait()
-        self._process = None
-        return {"error": f"the compiler's process ended with code {code}"}
-
-    def _start(self) -> subprocess.Popen[str]:
-        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-        command = [sys.executable, "-m", "tcport.bundle.build_worker"]
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            errors="replace",
-            env=environment,
-        )
-
-    def _stop(self) -> None:
-        if self._process is not None:
-            _pipe(self._process.stdin).close()
-            self._process.wait()
-
-
-def _pipe(pipe: IO[str] | None) -> IO[str]:
-    if pipe is None:
-        raise BundleError("The compiler's process has no pipe.", "Report this.")
-    return pipe

@@ -14,8 +14,9 @@ from tcport.device import device_profile, load_profile
 from tcport.errors import ArgumentError, TcportError
 from tcport.ir import AttentionSpec
 from tcport.kernels import cpu_library
-from tcport.tiling.footprint import compile_target, kernel_sources
+from tcport.tiling.footprint import compile_target
 from tcport.tiling.plan import plain_spec
+from tcport.tiling.sources import kernel_sources
 
 app = typer.Typer(no_args_is_help=True, help="Kernels compiled ahead, for machines without a compiler.")
 

@@ -21,7 +21,7 @@ from tcport.fingerprint import triton_version
 from tcport.ir import TileConfig
 from tcport.locks import process_lock
 from tcport.logs import logger
-from tcport.tiling.footprint import kernel_sources
+from tcport.tiling.sources import kernel_sources
 from tcport.tiling.workers import answer_in
 from tcport.user_cache import cache_folder, keep, kept
 

@@ -6,21 +6,19 @@ compiles, and fails at its first launch. Here it fails at plan time, with the nu
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import functools
 import hashlib
-import importlib.metadata
-import importlib.util
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tcport.device.profile import DeviceProfile
+from tcport.fingerprint import triton_version
 from tcport.ir import AttentionSpec, TileConfig
 from tcport.tiling.limits import limits_of
+from tcport.tiling.sources import sources_of
 from tcport.tiling.wire import config_data, spec_data
 from tcport.tiling.workers import answers
 from tcport.user_cache import cache_folder, keep, kept
@@ -132,54 +130,8 @@ def measure(
 
 
 def _key(request: dict[str, Any]) -> str:
-    versions = [_version("triton"), _sources(request["entry"].split(":")[0])]
+    versions = [triton_version(), sources_of(request["entry"].split(":")[0])]
     return hashlib.sha256(json.dumps([request, versions], sort_keys=True).encode()).hexdigest()
-
-
-@functools.cache
-def kernel_sources() -> str:
-    """Digest of the sources of tcport's Triton kernels: what was compiled from others is stale."""
-    spec = importlib.util.find_spec("tcport.kernels.call")
-    return "unknown" if spec is None or spec.origin is None else _digest(Path(spec.origin).parent.glob("*.py"))
-
-
-@functools.cache
-def _sources(module: str) -> str:
-    """Digest of a kernel's file and of the files beside it that it imports, directly or not."""
-    spec = importlib.util.find_spec(module)
-    if spec is None or spec.origin is None:
-        return "unknown module"
-    files, reading = set(), [Path(spec.origin)]
-    while reading:
-        path = reading.pop()
-        files.add(path)
-        reading += [
-            near for name in _imports(path) if (near := path.parent / f"{name}.py") not in files and near.exists()
-        ]
-    return _digest(files)
-
-
-def _imports(path: Path) -> set[str]:
-    """Last parts of the names that a file imports anywhere in it: of modules, and of what may be modules."""
-    nodes = list(ast.walk(ast.parse(path.read_bytes())))
-    names = [alias.name for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
-    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
-    return {name.rsplit(".", 1)[-1] for name in names}
-
-
-def _digest(files: Iterable[Path]) -> str:
-    digest = hashlib.sha256()
-    for path in sorted(files):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()
-
-
-@functools.cache
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
 
 
 def _known(path: Path) -> Compiled | None:

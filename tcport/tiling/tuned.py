@@ -19,8 +19,8 @@ from tcport.errors import ArgumentError
 from tcport.fingerprint import triton_version
 from tcport.ir import AttentionSpec, TileConfig
 from tcport.logs import logger
-from tcport.tiling.footprint import kernel_sources
 from tcport.tiling.problem import is_symbolic
+from tcport.tiling.sources import kernel_sources
 from tcport.user_cache import cache_folder, keep, kept
 
 _FACTS = (
