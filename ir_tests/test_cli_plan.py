@@ -1,6 +1,7 @@
 """The command line without a GPU: plans for devices that are not in the room, the catalogue, refusals."""
 
 import json
+import re
 
 import pytest
 from test_tiling_rank import decode_spec
@@ -41,6 +42,26 @@ def test_plan_ends_with_the_chain():
     assert chain[1].startswith("  triton_prefill [tuned] ")
     assert chain[-1] == "  torch_attention [torch]"
     assert json.loads(run(app, [*arguments, "--json"]).output)["chain"] == [line.strip() for line in chain]
+
+
+def test_plan_of_an_eager_call_is_that_of_its_kind_cut_for_this_one():
+    """A kind holds all sizes, small decode batches apart: equal tiles whatever the batch, whose sizes cut them."""
+
+    def planned(batch, context):
+        sizes = ["--batch", str(batch), "--context", str(context)]
+        return json.loads(run(app, ["plan", "--device", "h200", "--no-compile", "--json", "--eager", *sizes]).output)
+
+    small, one, many, even = (planned(*sizes) for sizes in ((16, 128), (1, 8192), (999, 64), (8, 8192)))
+    assert small["configs"] != one["configs"] == many["configs"] == even["configs"]
+    assert small["chain"][0] == "triton_decode [tuned] 16x128 w4 st1"  # whole: its keys are one tile
+    assert "C" in one["configs"][0]["num_splits"]  # cut by the context, whatever that is
+    tile = "triton_decode [tuned] {block_m}x{block_n} w{num_warps} st{num_stages}".format(**one["configs"][0])
+    splits = re.fullmatch(rf"{re.escape(tile)} splits (\d+)", one["chain"][0])
+    assert splits is not None
+    assert 16 <= int(splits[1]) <= 128  # 8 KV heads for 132 units
+    assert many["chain"][0].startswith(tile)
+    assert many["chain"][0] == tile  # more sequences than units, and less than one tile of keys
+    assert re.fullmatch(rf"{re.escape(tile)} parts \d+", even["chain"][0])  # by the lengths, of however many there are
 
 
 @pytest.mark.parametrize(

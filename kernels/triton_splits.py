@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tcport.ir import FEW_KEYS, FEW_SPLITS, TileConfig
+from tcport.ir import FEW_SPLITS, TileConfig
 from tcport.kernels.call import AttentionCall, Launcher, is_traced
 from tcport.kernels.target import overlaps_launches
 from tcport.kernels.triton_arguments import attention_arguments, head_blocks
@@ -105,18 +105,12 @@ def _results(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def number_of_parts(call: AttentionCall, config: TileConfig) -> int | torch.SymInt:
-    """The most parts that the keys of a batch are cut into; 0 where every sequence is cut into the same number.
-
-    Every sequence may begin a part of its own, so there are two for each at least. One sequence alone has nothing to be
-    balanced with, and with few keys less is lost by an uneven batch than by a merge.
-    """
-    if config.parts == 0 or call.num_splits is not None or call.batch_invariant:
+    """The most parts that the keys of a batch are cut into; 0 where every sequence is cut into the same number."""
+    if call.num_splits is not None or call.batch_invariant:
         return 0
     seqs, context = call.seq_lens.shape[0], call.block_table.shape[1] * int(call.k_cache.shape[1])
-    if (isinstance(seqs, int) and seqs < 2) or (isinstance(context, int) and context <= FEW_KEYS):
-        return 0
-    each = torch.sym_max(2, config.parts_each(seqs, call.query.shape[0], context))
-    return torch.sym_max(1, seqs * each)  # type: ignore[return-value]
+    each = config.parts_for(seqs, call.query.shape[0], context)
+    return 0 if isinstance(each, int) and each == 0 else torch.sym_max(1, seqs * each)  # type: ignore[return-value]
 
 
 def number_of_splits(call: AttentionCall, config: TileConfig) -> int | torch.SymInt:

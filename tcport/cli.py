@@ -24,7 +24,10 @@ from tcport.device.cpu_source import OF_GPUS
 from tcport.device.sources import present_devices
 from tcport.doctor import examine, healthy
 from tcport.errors import TcportError
+from tcport.ir import TileConfig
+from tcport.lowering.candidate import Candidate
 from tcport.lowering.registry import select
+from tcport.lowering.spec import kind_of
 from tcport.tiling.matrix import DEVICES, DIMS, PAGES, cells
 from tcport.tiling.matrix import DTYPES as MATRIX_DTYPES
 from tcport.tiling.matrix import run as run_matrix
@@ -68,6 +71,10 @@ def plan(
     dtype: Annotated[str, typer.Option(help=f"Of queries: {', '.join(_DTYPES)}.")] = "bf16",
     kv_dtype: Annotated[str | None, typer.Option(help="Of the cache; default: the queries'.")] = None,
     latent: Annotated[bool, typer.Option(help="V is the first components of K (MLA).")] = False,
+    eager: Annotated[
+        bool,
+        typer.Option("--eager", help="Plan as an eager call does: for all sizes of its kind, not for these alone."),
+    ] = False,
     compile_check: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile the best tiles.")] = True,
     top: Annotated[int, typer.Option(help="Tiles and rejections to print.")] = 8,
     as_json: Annotated[bool, typer.Option("--json", help="Print plain data.")] = False,
@@ -88,12 +95,13 @@ def plan(
             kv_dtype=_DTYPES.get(kv_dtype or dtype, kv_dtype or dtype),
             latent=latent,
         )
+        spec = kind_of(spec) if eager else spec
         # What is checked is what Triton makes of a tile; the CPU's C++ kernels are given theirs at run time.
         made = make_plan(spec, profile, check=compile_check and profile.vendor != "cpu")
     except TcportError as error:
         typer.echo(json.dumps({"refusal": str(error)}) if as_json else f"refused: {error}", err=not as_json)
         raise typer.Exit(1) from error
-    chain = _chain(made)
+    chain = _chain(made, (batch, tokens or batch, context))
     if as_json:
         typer.echo(json.dumps({**made.to_dict(), "chain": chain}, indent=2))
         return
@@ -178,11 +186,19 @@ for command in (bench, sweep, tune):
     app.command()(command)
 
 
-def _chain(made: Plan) -> list[str]:
-    """The links of the call's chain. The CPU's own are known only once its kernels are built, which a plan does not."""
+def _chain(made: Plan, sizes: tuple[int, int, int]) -> list[str]:
+    """The links of the call's chain, cut as for these numbers of sequences, tokens and keys.
+
+    The CPU's own are known only once its kernels are built, which a plan does not.
+    """
     if made.profile.vendor == "cpu":
         return []
-    return [str(link) for link in select("paged_attention", made.spec, made.profile).candidates]
+    return [str(_sized(link, sizes)) for link in select("paged_attention", made.spec, made.profile).candidates]
+
+
+def _sized(link: Candidate, sizes: tuple[int, int, int]) -> Candidate:
+    tile = link.config
+    return dataclasses.replace(link, config=tile.sized(*sizes)) if isinstance(tile, TileConfig) else link
 
 
 def _print_plan(made: Plan, top: int) -> None:

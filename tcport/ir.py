@@ -137,6 +137,21 @@ class TileConfig:
         """``parts`` for a call of these sizes; likewise."""
         return _evaluated(self.parts, batch, tokens, context)
 
+    def parts_for(self, batch: IntLike, tokens: IntLike, context: IntLike) -> int | IntLike:
+        """Parts that a sequence gets on average in a call of these sizes; 0 where each is cut into as many ``splits``.
+
+        Every sequence may begin a part of its own, so there are two for each at least. One sequence alone has nothing
+        to be balanced with, and with few keys less is lost by an uneven batch than by a merge.
+        """
+        alone, few = isinstance(batch, int) and batch < 2, isinstance(context, int) and context <= FEW_KEYS
+        return 0 if self.parts == 0 or alone or few else _largest(2, self.parts_each(batch, tokens, context))
+
+    def sized(self, batch: int, tokens: int, context: int) -> TileConfig:
+        """It with the numbers of splits and parts of a call of these sizes."""
+        parts = self.parts_for(batch, tokens, context)
+        splits = 1 if parts else self.splits(batch, tokens, context)
+        return dataclasses.replace(self, num_splits=int(splits), parts=int(parts))
+
     @property
     def uncut(self) -> TileConfig:
         """It without the numbers of splits and parts, which are no part of what is compiled."""
