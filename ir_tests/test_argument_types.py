@@ -13,8 +13,10 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import tcport
+from tcport import argument_types
 from tcport.argument_types import wrong_type
 from tcport.errors import ArgumentError, ShapeError
+from tcport.testing import count_compiles
 
 TO_TENSOR = "Make it a tensor on the device of the others, with torch.tensor(...)."
 TO_NUMBER = "Pass a Python number; a tensor's is .item(), read outside compiled code."
@@ -210,3 +212,24 @@ def test_types_that_were_right_are_not_looked_at_again_and_those_of_single_objec
         assert (wrong_type(window=window, sinks=None) is None) is right
         assert wrong_type(sinks=None, causal=True) is None
         assert wrong_type(sinks=None, window=True) is not None
+
+
+def test_compiled_code_does_not_ask_again_what_types_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even when the answer would be another one; a type that changes is looked at."""
+    arguments = attention()
+    query = arguments["query"]
+
+    def run(query: Tensor, window: Any) -> Tensor:
+        return tcport.paged_attention(**{**arguments, "query": query}, window=window)
+
+    with count_compiles() as compiles:
+        compiled = torch.compile(run, backend="tcport", fullgraph=True, dynamic=False)
+        first = compiled(query, 3)
+        monkeypatch.setattr(argument_types, "_KINDS", {})
+        torch.testing.assert_close(compiled(query, 3), first, rtol=0, atol=0)
+        assert compiles == 1
+        monkeypatch.undo()
+        with pytest.raises(ArgumentError, match="window is of type float"):
+            compiled(query, 3.0)
+        with pytest.raises(ArgumentError, match="window is of type bool"):
+            compiled(query, True)

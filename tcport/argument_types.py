@@ -8,6 +8,7 @@ hides. Here a wrong type is a value and no exception, which Dynamo traces like a
 from __future__ import annotations
 
 import numbers
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -54,34 +55,40 @@ def wrong_type(**arguments: Any) -> tuple[str, str] | None:
 
     A bool is an integer to Python, and to nobody who passes it as a window or a scale.
     """
-    if torch.compiler.is_compiling():
-        return _wrong_type(arguments)  # Dynamo knows each type as it traces, and must not guard on what is remembered
     types = (*arguments, *map(type, arguments.values()))
+    if torch.compiler.is_compiling():
+        return wrong_among(types)  # Dynamo must not guard on what is remembered
     if types in _right:
         return None
-    wrong = _wrong_type(arguments)
-    if wrong is None and len(_right) < _MOST and all(map(_is_right, arguments, map(type, arguments.values()))):
+    right = [isinstance(value, _KINDS[name].types) for name, value in arguments.items()]
+    wrong = _wrong(types, right)
+    if wrong is None and len(_right) < _MOST and wrong_among(types) is None:
         _right.add(types)
     return wrong
 
 
-def _wrong_type(arguments: dict[str, Any]) -> tuple[str, str] | None:
-    for name, value in arguments.items():
+def wrong_among(types: tuple[Any, ...]) -> tuple[str, str] | None:
+    """What :func:`wrong_type` says where types are all that is known: the names, and then the types of their values.
+
+    Types decide it alone, and Dynamo guards on those that the graph was traced with, so one look is enough
+    (``torch.compiler.assume_constant_result``). To trace it took over a hundred guards, which each call pays for.
+    """
+    names, given = types[: len(types) // 2], types[len(types) // 2 :]
+    return _wrong(types, [issubclass(of, _KINDS[name].types) for name, of in zip(names, given, strict=True)])
+
+
+def _wrong(types: tuple[Any, ...], right: Sequence[bool]) -> tuple[str, str] | None:
+    for name, given, fits in zip(types, types[len(right) :], right, strict=False):
         kind = _KINDS[name]
-        if not isinstance(value, kind.types) or (isinstance(value, bool) and kind is not _flag):
-            given = "a tensor" if isinstance(value, Tensor) else f"of type {type(value).__name__}"
-            return f"{name} is {given}; allowed: {kind.said}.", kind.remedy
+        if not fits or (given is bool and kind is not _flag):
+            said = "a tensor" if issubclass(given, Tensor) else f"of type {given.__name__}"
+            return f"{name} is {said}; allowed: {kind.said}.", kind.remedy
     return None
 
 
 _MOST = 1024
 _right: set[tuple[Any, ...]] = set()
 """Names of arguments and types of their values that are right, whatever the values."""
-
-
-def _is_right(name: str, given: type) -> bool:
-    """Whether a type alone is enough: a value may say that it is of another class than its type."""
-    return issubclass(given, _KINDS[name].types)
 
 
 def refuse_type(cause: str, remedy: str) -> None:

@@ -11,6 +11,7 @@ import torch.fx
 
 from tcport import _inductor, debug, history
 from tcport.adapter import adapt
+from tcport.argument_types import wrong_among
 from tcport.attempt import run_stage
 from tcport.attention_only import attention_only
 from tcport.compilation import compile_graph
@@ -22,6 +23,7 @@ from tcport.options import Options, parse_options
 from tcport.report import Found, GraphReport, LeftAlone
 
 postpone_refusals(postpone)
+torch.compiler.assume_constant_result(wrong_among)
 _inductor.register_in_any_thread("tcport")
 
 
