@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tcport.device import DeviceProfile, device_profile
 from tcport.device.catalog import catalogue, catalogue_profile
-from tcport.errors import LoweringRegistrationError, TcportError, text_of
+from tcport.errors import ArgumentError, LoweringRegistrationError, TcportError, text_of
 from tcport.lowering.candidate import Candidate, Verdict
 from tcport.lowering.foreign import ForeignCall, foreign_spec, overload_of
 from tcport.lowering.registry import Row, answers_of
@@ -60,22 +60,34 @@ def check_results(row: Row, samples: Samples) -> None:
         )
 
 
-def check_numbers(row: Row, samples: Samples, tolerance: tuple[float, float], device: torch.device | str) -> int:
+def check_numbers(
+    row: Row,
+    samples: Samples,
+    tolerance: tuple[float, float],
+    device: torch.device | str,
+    profile: DeviceProfile | None = None,
+) -> int:
     """Fail unless every candidate gives the operator's numbers on a device; returns how many comparisons were made.
 
     Args:
         tolerance: relative and absolute, as ``torch.testing.assert_close`` takes them.
+        profile: the device whose candidates run on ``device``, where Triton interprets kernels; None: the same one.
+            Samples that hold bfloat16 are left out then, which the interpreter computes wrongly.
 
     Raises:
         AssertionError: from ``torch.testing.assert_close``.
+        ArgumentError: a Triton kernel would have to be compiled for the CPU.
     """
-    profile, compared = device_profile(torch.device(device)), 0
+    there, compared = profile or device_profile(torch.device(device)), 0
+    launch = _interpreted if torch.device(device).type == "cpu" else (lambda kernel: kernel)
     for arguments in samples():
+        if profile is not None and any(isinstance(a, Tensor) and a.dtype is torch.bfloat16 for a in arguments):
+            continue
         moved = [a.to(device) if isinstance(a, Tensor) else a for a in arguments]
         call = ForeignCall.of(*moved)
         expected = overload_of(row.op)(*_copies(moved))
-        for candidate in _answers(row, call, profile):
-            actual = candidate.run(ForeignCall.of(*_copies(moved)), lambda kernel: kernel)
+        for candidate in _answers(row, call, there):
+            actual = candidate.run(ForeignCall.of(*_copies(moved)), launch)
             what = f"Kernel {candidate.kernel} of {row.op} for {_facts(call.args)}"
             torch.testing.assert_close(
                 actual, expected, rtol=tolerance[0], atol=tolerance[1], msg=lambda text, what=what: f"{what}: {text}"
@@ -129,6 +141,25 @@ def _facts(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return tuple(map(_facts, value))
     return value
+
+
+def _interpreted(kernel: Any) -> Any:
+    """A Triton kernel that runs on CPU tensors, as it is.
+
+    Raises:
+        ArgumentError: it is one to compile, for which there is no target.
+    """
+    from triton import JITFunction
+
+    inner = kernel
+    while not isinstance(inner, JITFunction) and hasattr(inner, "fn"):  # triton.autotune and the like
+        inner = inner.fn
+    if isinstance(inner, JITFunction):
+        raise ArgumentError(
+            f"The Triton kernel {inner.__name__} cannot be compiled for the CPU.",
+            "Set TRITON_INTERPRET=1 before Triton is imported, and it is interpreted.",
+        )
+    return kernel
 
 
 class _NotLaunched:
