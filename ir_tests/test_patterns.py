@@ -328,6 +328,15 @@ def test_arguments_of_the_wrong_kind() -> None:
     yes = Pattern(torch_neg, torch_neg, guards=(lambda match: True,), x=tensor())  # type: ignore[arg-type,return-value]
     with pytest.raises(PatternError, match="guard <lambda> of the pattern torch_neg returned True. Return None"):
         matches(yes, lambda x: x.neg() + 1, X)
+    lost = Pattern(torch_neg, torch_neg, guards=(lambda match: match["y"],), x=tensor())
+    with pytest.raises(PatternError, match="guard <lambda> of the pattern torch_neg raised KeyError: 'y'. .*names x"):
+        matches(lost, lambda x: x.neg() + 1, X)
+
+
+def test_a_graph_of_dynamo_is_none_to_look_in() -> None:
+    pattern = Pattern(torch_neg, torch_neg, x=tensor())
+    with pytest.raises(PatternError, match="torch_neg is looked for in .* Dynamo .* 'functional' or 'inplace'"):
+        run_pass(lambda graph, ctx: pattern.rewrite(graph, ctx), capture(torch_neg, X, stage="dynamo"))
 
 
 def torch_neg(x: Tensor) -> Tensor:

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import torch.fx
 
-from tcport._inductor.patterns import expressions, fresh_fake_mode, python_of, search, trace
+from tcport._inductor.patterns import Computed, expressions, fresh_fake_mode, mark_computed, python_of, search, trace
 from tcport.errors import PatternError
 from tcport.graph_pass import PassContext
 from tcport.pass_values import agree, facts, fake_mode
-from tcport.pattern import FLOATING, Bindings, Pattern, Wildcard, use_engine
+from tcport.pattern import FLOATING, Bindings, Guard, Pattern, Wildcard, use_engine
 from tcport.pattern_match import Found, insert, misfit, multiple, results, used_elsewhere, values_of, written_between
 
 
@@ -22,6 +22,11 @@ class InductorEngine:
     """See :class:`tcport.pattern.Engine`."""
 
     def rewrite(self, pattern: Pattern, graph: torch.fx.Graph, ctx: PassContext) -> int:
+        if any("example_value" in node.meta and "val" not in node.meta for node in graph.nodes):
+            raise PatternError(
+                f"The pattern {pattern.name} is looked for in a graph as Dynamo captured it.",
+                "A pattern is ATen operations: register the pass at the stage 'functional' or 'inplace'.",
+            )
         count = 0
         present = _dtypes(graph)
         shapes = [s for dtype in pattern.dtypes(present) for s in _shapes(pattern, dtype)]
@@ -82,8 +87,11 @@ def _shape(pattern: Pattern, spelling: Callable[..., Any], dtype: torch.dtype) -
     sizes: dict[str, int] = {}
     with fresh_fake_mode():
         arguments = [numbers.get(n) or _example(pattern.wildcards[n], dtype, sizes) for n in names]
+        others = [3 * a if isinstance(a, float) else a for a in arguments]  # shows what is computed from numbers
         try:
             graph = trace(spelling, arguments)
+            if numbers:
+                mark_computed(graph, trace(spelling, others), set(numbers.values()))
         except Exception as error:
             given = ", ".join(
                 f"{n}{list(a.shape)}" for n, a in zip(names, arguments, strict=True) if isinstance(a, torch.Tensor)
@@ -92,7 +100,7 @@ def _shape(pattern: Pattern, spelling: Callable[..., Any], dtype: torch.dtype) -
                 f"The pattern {spelling.__name__} cannot be traced on {given}: {type(error).__name__}: {error}.",
                 "Give dimensions that are one size one name, and let the function depend on no values.",
             ) from error
-    ignored = (int, list, torch.device)
+    ignored = (int, list, torch.device, Computed)
     return _Shape(spelling, expressions(graph, names, pattern.wildcards, ignored, numbers, spelling.__name__))
 
 
@@ -138,15 +146,27 @@ def _checked(pattern: Pattern, shape: _Shape, bound: dict[str, Any], root: torch
         if (reason := check(found)) is not None:
             return reason
     for guard in pattern.guards:
-        if (reason := guard(bindings)) is None:
-            continue
-        if not isinstance(reason, str):
-            raise PatternError(
-                f"The guard {getattr(guard, '__name__', guard)} of the pattern {pattern.name} returned {reason!r}.",
-                "Return None where the match is taken, and the reason, a text, where it is not.",
-            )
-        return reason
+        if (reason := _asked(guard, pattern, bindings)) is not None:
+            return reason
     return found
+
+
+def _asked(guard: Guard, pattern: Pattern, bindings: Bindings) -> str | None:
+    """What a guard says of a match."""
+    what = f"The guard {getattr(guard, '__name__', guard)} of the pattern {pattern.name}"
+    try:
+        reason = guard(bindings)
+    except Exception as error:
+        raise PatternError(
+            f"{what} raised {type(error).__name__}: {str(error).rstrip('.')}.",
+            f"Mend it: it is given what matched, by the names {', '.join(bindings.nodes)}.",
+        ) from error
+    if reason is not None and not isinstance(reason, str):
+        raise PatternError(
+            f"{what} returned {reason!r}.",
+            "Return None where the match is taken, and the reason, a text, where it is not.",
+        )
+    return reason
 
 
 def _retraced(pattern: Pattern, shape: _Shape, bindings: Bindings) -> tuple[Any, ...]:

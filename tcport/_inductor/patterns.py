@@ -7,7 +7,7 @@ order, with backtracking; no-op views between the parts; and constants that are 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from torch._inductor.pattern_matcher import (
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from tcport.errors import PatternError
 from tcport.no_ops import innermost
@@ -128,6 +128,27 @@ def trace(
     return gm
 
 
+class Computed(float):
+    """A constant of a traced pattern that is computed from its numbers, and so another one in each match."""
+
+
+def mark_computed(gm: torch.fx.GraphModule, again: torch.fx.GraphModule, numbers: Collection[float]) -> None:
+    """Make :class:`Computed` of the constants that are others in a trace with other numbers, the numbers aside.
+
+    Raises:
+        ValueError: the other trace has other operations.
+    """
+    for node, other in zip(gm.graph.nodes, again.graph.nodes, strict=True):
+        theirs = iter(tree_leaves((other.args, other.kwargs)))
+
+        def marked(value: Any, theirs: Iterator[Any] = theirs) -> Any:
+            differs = next(theirs) != value and isinstance(value, float) and value not in numbers
+            return Computed(value) if differs else value
+
+        if node.op == "call_function":
+            node.args, node.kwargs = tree_map(marked, (node.args, node.kwargs))
+
+
 def expressions(
     gm: torch.fx.GraphModule,
     names: Sequence[str],
@@ -148,7 +169,13 @@ def expressions(
     outputs = tuple(tree.outputs) if several and hasattr(tree, "outputs") else (tree,)  # type: ignore[attr-defined]
     memo: dict[int, Any] = {}
     tolerant = tuple(_tolerant(output, wildcards, memo) for output in outputs)
-    within = {id(part) for part in _parts(tolerant[-1])}
+    parts = list(_parts(tolerant[-1]))
+    within, present = set(map(id, parts)), {part.name for part in parts if isinstance(part, _Wild)}
+    if absent := [number for number in numbers if number not in present]:
+        raise PatternError(
+            f"The pattern {spelling} has no constant that is {absent[0]}.",
+            f"Let {absent[0]} stand in it as it is, too; or make what is computed from it a number() of its own.",
+        )
     if not isinstance(tolerant[-1], _Call) or any(id(output) not in within for output in tolerant):
         raise PatternError(
             f"The pattern {spelling} returns a value that its last result is not computed from.",
