@@ -197,7 +197,7 @@ def drops_an_output(graph: torch.fx.Graph, ctx: PassContext) -> int:
         (makes_a_cycle, MalformedGraphError, "'add' uses 'relu' before it is computed"),
         (uses_another_graph, MalformedGraphError, "'relu' uses 'add', which belongs to another graph"),
         (drops_an_output, NodeValueError, "number of outputs from 1 to 0"),
-        (raises, PassRaisedError, "'bad' raised KeyError.*disable_passes"),
+        (raises, PassRaisedError, r"'bad' raised KeyError at test_broken_passes\.py:\d+: 'val'.*disable_passes"),
         (returns_nothing, PassResultError, "'bad' returned None.*number of matches"),
         (returns_a_bool, PassResultError, "'bad' returned True.*number of matches"),
         (changes_and_says_it_did_not, PassResultError, "'bad' changed the graph and returned 0"),

@@ -26,6 +26,7 @@ from tcport.graph_pass import (
 )
 from tcport.options import Options
 from tcport.pass_manager import active_passes, ordered, run_passes
+from tcport.report import GraphReport
 
 CONTEXT = PassContext(Options(), lambda device: DeviceProfile(vendor="cpu"))
 
@@ -112,6 +113,18 @@ def test_matches_are_counted_even_when_there_are_none() -> None:
     assert [(r.name, r.matches) for r in reports] == [("none", 0), ("two", 2)]
 
 
+def test_what_was_saved_is_told_in_values_or_in_nodes_and_printed() -> None:
+    def saves(graph: torch.fx.Graph, ctx: PassContext) -> int:
+        add = next(n for n in graph.nodes if n.op == "call_function" and "add" in str(n.target))
+        ctx.saved(0, [add, torch.empty(3, 5, dtype=torch.float16, device="meta")])
+        return 0
+
+    whole = capture(lambda x: torch.relu(x + 1), torch.randn(4, 2))
+    (report,) = run_passes(whole, [GraphPass("saves", saves)], CONTEXT)
+    assert (report.saved_operations, report.saved_bytes) == (0, 2 * (4 * 2 * 4 + 3 * 5 * 2))
+    assert "    saves 0 operation(s) and 124 bytes" in str(GraphReport(passes=[report]))
+
+
 def raises(graph: torch.fx.Graph, ctx: PassContext) -> int:
     raise KeyError("val")
 
@@ -130,7 +143,7 @@ def breaks_the_graph(graph: torch.fx.Graph, ctx: PassContext) -> int:
 @pytest.mark.parametrize(
     ("run", "said"),
     [
-        (raises, "'bad' raised KeyError.*disable_passes"),
+        (raises, r"'bad' raised KeyError at test_pass_manager\.py:\d+: 'val'.*disable_passes"),
         (returns_nothing, "'bad' returned None.*number of matches"),
         (breaks_the_graph, "'bad' left a graph that is not well formed"),
     ],

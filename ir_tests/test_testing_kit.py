@@ -259,9 +259,13 @@ def test_compiles_are_counted_and_injected_failures_stepped_over(
     args = (*two_tensors(), *step().tensors())
     assert_no_clone(layer, *args)
     assert tcport_compiles == 1
+    assert 0 < tcport_compiles <= 1 < 2  # type: ignore[operator]
+    assert not tcport_compiles < 1  # type: ignore[operator]
+    assert repr(tcport_compiles) == "1 compile"
     with count_compiles() as none:
         pass
     assert none == 0
+    assert repr(none) == "0 compiles"
     with pytest.raises(ArgumentError, match="no kernel named 'triton_decod'.*triton_decode"):
         tcport_inject_failure("triton_decod")
 

@@ -18,8 +18,9 @@ Stage = Literal["dynamo", "functional", "inplace"]
 """Where a pass runs.
 
 ``dynamo``: on the graph as Dynamo captured it, before tcport looks for attention in it; torch functions and methods,
-values in ``meta["example_value"]``. ``functional``: on the functional ATen graph, before Inductor's own passes; values
-in ``meta["val"]``. ``inplace``: on the same graph after them, the last moment at which a copy can still be avoided.
+values in ``meta["example_value"]``. ``functional``: on the functional ATen graph, before Inductor's own post-grad
+passes; its pre-grad and joint-graph passes have run. Values in ``meta["val"]``. ``inplace``: on the same graph after
+them, the last moment at which a copy can still be avoided.
 """
 
 STAGES: tuple[Stage, ...] = ("dynamo", "functional", "inplace")
@@ -59,13 +60,15 @@ class PassContext:
         """Say something else about this pass's work, such as what it saved."""
         self._notes.append(text)
 
-    def saved(self, operations: int, values: Iterable[torch.Tensor]) -> None:
+    def saved(self, operations: int, values: Iterable[torch.Tensor | torch.fx.Node]) -> None:
         """Say what a match saves against running the graph operation by operation; the report has the sum of a pass.
 
         Args:
-            operations: how many fewer there are. values: those that are no longer stored and loaded again.
+            operations: how many fewer there are. values: those that are no longer stored and loaded again, or the nodes
+                of the graph as it was whose ``meta["val"]`` they are.
         """
-        self._saved.append((operations, 2 * sum(value.numel() * value.element_size() for value in values)))
+        stored = [v.meta["val"] if isinstance(v, torch.fx.Node) else v for v in values]
+        self._saved.append((operations, 2 * sum(value.numel() * value.element_size() for value in stored)))
 
     def carrier(self, node: torch.fx.Node) -> torch.fx.Node:
         """The node that carries the effect of ``node`` now, by what :meth:`merged` was told."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -66,7 +67,7 @@ def _run_pass(graph: torch.fx.Graph, graph_pass: GraphPass, ctx: PassContext, du
         raise
     except Exception as error:
         raise PassRaisedError(
-            f"Pass {name!r} raised {type(error).__name__}: {str(error).rstrip('.')}.",
+            f"Pass {name!r} raised {type(error).__name__}{_place(error, graph_pass)}: {str(error).rstrip('.')}.",
             f"Mend the pass, or leave it out with options={{'disable_passes': [{name!r}]}}.",
         ) from error
     notes, saved = ctx.take_notes(), ctx.take_saved()
@@ -91,6 +92,13 @@ def _run_pass(graph: torch.fx.Graph, graph_pass: GraphPass, ctx: PassContext, du
                 f"Pass {name!r} does not ensure {_name(condition)}: {reason}.", "Mend the pass, or drop the condition."
             )
     return PassReport(name, matches, stage, notes, saved[0], saved[1] if isinstance(saved[1], int) else str(saved[1]))
+
+
+def _place(error: Exception, graph_pass: GraphPass) -> str:
+    """Where in a pass's own file an error came from: what wraps it in a compile may not show its traceback."""
+    own = getattr(getattr(graph_pass.run, "__code__", None), "co_filename", None)
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == own]
+    return f" at {os.path.basename(str(own))}:{lines[-1]}" if lines else ""
 
 
 def _name(condition: Callable[..., Any]) -> str:

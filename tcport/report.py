@@ -131,6 +131,9 @@ class GraphReport:
     from_cache: bool = False
     source: str = dataclasses.field(default="", repr=False)
 
+    def __str__(self) -> str:
+        return "\n".join(_graph_lines(self))
+
     def note(self, text: str) -> None:
         """Add a remark; a graph that is compiled again makes it once."""
         if text not in self.notes:
@@ -157,6 +160,16 @@ class CompileReport:
         return [node for graph in self.graphs for node in graph.nodes]
 
     @property
+    def passes(self) -> list[PassReport]:
+        """The passes of all graphs: each pass once a graph."""
+        return [one for graph in self.graphs for one in graph.passes]
+
+    @property
+    def fallbacks(self) -> list[FallbackReason]:
+        """The steps down the chain in all graphs."""
+        return [step for graph in self.graphs for step in graph.fallbacks]
+
+    @property
     def clones(self) -> list[CacheClone]:
         """The cache-sized copies of all graphs."""
         return [clone for graph in self.graphs for clone in graph.clones]
@@ -169,7 +182,7 @@ class CompileReport:
         return tree
 
     def __str__(self) -> str:
-        lines = [f"tcport: {len(self.graphs)} graph(s) on {self.device or 'no device seen'}"]
+        lines = [f"tcport: {len(self.graphs)} graph(s){f' on {self.device}' if self.device else ''}"]
         if self.options:
             lines.append(f"options: {', '.join(f'{k}={v!r}' for k, v in self.options.items())}")
         for number, graph in enumerate(self.graphs):
@@ -183,7 +196,7 @@ def _graph_lines(graph: GraphReport) -> list[str]:
     lines += _repeated([f"left alone: {left.reason}" for left in graph.left_alone])
     for p in graph.passes:
         lines.append(f"pass {p.name}: {p.matches} match{'' if p.matches == 1 else 'es'}")
-        if p.saved_operations:
+        if p.saved_operations or p.saved_bytes:
             moved = f"{p.saved_bytes} bytes" if isinstance(p.saved_bytes, str) else _size(p.saved_bytes)
             lines.append(f"    saves {p.saved_operations} operation(s) and {moved} of their stores and loads")
         lines += [f"    {note}" for note in _repeated(list(p.notes))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -11,9 +12,10 @@ from tcport import history
 from tcport.report import CompileReport
 
 
+@functools.total_ordering
 @dataclasses.dataclass
 class CompileCount:
-    """Compiles of ``backend="tcport"`` within a ``with`` block, counted while it runs.
+    """Compiles of ``backend="tcport"`` within a ``with`` block, counted while it runs: compared like a number.
 
     Attributes:
         report: what each of them did.
@@ -31,7 +33,7 @@ class CompileCount:
         return int(self) <= other
 
     def __repr__(self) -> str:
-        return f"{int(self)} compiles"
+        return f"{int(self)} compile{'' if self == 1 else 's'}"
 
     __hash__ = None  # type: ignore[assignment]
 
