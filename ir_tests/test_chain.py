@@ -212,6 +212,7 @@ def test_a_kernel_that_stands_aside_has_not_failed() -> None:
 NONSENSE = {
     "it raises": (lambda spec, profile: 1 // 0, "its lowering failed: ZeroDivisionError"),
     "it raises late": (lambda spec, profile: (1 // 0 for _ in "a"), "its lowering failed: ZeroDivisionError"),
+    "it compares an open size": (lambda spec, profile: not sympy.Symbol("s0") < 4, "ask isinstance(size, int)"),
     "nothing": (lambda spec, profile: None, "Lowering mine of paged_attention answered None. Return a Candidate"),
     "words": (lambda spec, profile: "no", "answered 'n'"),
     "an empty list": (lambda spec, profile: [], "it gave no candidate and no reason"),

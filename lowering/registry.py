@@ -321,7 +321,7 @@ def _answers(group: list[Row], spec: Any, profile: DeviceProfile) -> tuple[Row, 
     try:
         return row, _understood(row, row.lower(spec, profile))
     except Exception as error:  # noqa: BLE001  (anyone may register a row: one that is broken costs its kernel alone)
-        said = f"its lowering failed: {type(error).__name__}: {text_of(error)}"
+        said = f"its lowering failed: {type(error).__name__}: {text_of(error)}{_hint(error)}"
         _warn_of_row(row.op, row.name, said)
         return row, (Rejection(row.name, said),)
 
@@ -335,6 +335,11 @@ def _understood(row: Row, answer: Answer) -> tuple[Candidate | Rejection, ...]:
     if isinstance(answer, Verdict):
         return (Rejection(row.name, answer.reason or "it gives no reason"),)
     return answers_of(row, answer) or (Rejection(row.name, "it gave no candidate and no reason"),)
+
+
+def _hint(error: Exception) -> str:
+    """What to do about the one error that shows with open sizes alone, when samples and tests have gone well."""
+    return "; a size that is open is no number, ask isinstance(size, int)" if "Relational" in text_of(error) else ""
 
 
 @functools.lru_cache(maxsize=256)
