@@ -44,6 +44,18 @@ def test_plan_ends_with_the_chain():
     assert json.loads(run(app, [*arguments, "--json"]).output)["chain"] == [line.strip() for line in chain]
 
 
+def test_plan_says_which_sizes_its_figures_are_for():
+    arguments = ["plan", "--device", "rtx4090", "--no-compile", "--top", "1"]
+    said = (
+        "over 12 calls with 1 to 256 sequences of 512 to 32768 keys, the terms below are for 16 sequences of 4096 keys."
+    )
+    assert said in " ".join(run(app, [*arguments, "--eager"]).output.split())
+    assert "\nEstimates are for 64 sequences of 8192 keys.\n" in run(app, arguments).output
+    data = json.loads(run(app, [*arguments, "--eager", "--json", "--batch", "2", "--context", "128"]).output)
+    assert data["sizes"] == "Estimates are for 16 sequences of 128 keys."  # the kind of small batches
+    assert json.loads(run(app, ["plan", "--device", "cpu", "--json"]).output)["sizes"] == ""
+
+
 def test_plan_of_an_eager_call_is_that_of_its_kind_cut_for_this_one():
     """A kind holds all sizes, small decode batches apart: equal tiles whatever the batch, whose sizes cut them."""
 

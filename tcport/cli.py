@@ -209,6 +209,8 @@ def _print_plan(made: Plan, top: int) -> None:
     for place, (config, cost) in enumerate(zip(ranking.configs[:top], costs, strict=False), 1):
         table.add_row(str(place), str(config), "-" if cost is None else f"{cost * 1e6:.1f}")
     _console.print(table)
+    if sizes := made.of_sizes():
+        _console.print(sizes)
     for line in (*made.terms, *ranking.notes):
         _console.print("  " + escape(line))
     if made.fit is not None:

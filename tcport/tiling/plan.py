@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from tcport.device.profile import DeviceProfile
@@ -10,6 +11,7 @@ from tcport.errors import KernelBuildError, OutOfResourcesError
 from tcport.ir import AttentionSpec, KVLayout, TileConfig
 from tcport.tiling.fit import Fit, fit
 from tcport.tiling.optimizer import Ranking, TileLayoutOptimizer, rank_tiles
+from tcport.tiling.problem import problem_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +31,21 @@ class Plan:
     fit: Fit | None = None
     refusal: str | None = None
 
+    def of_sizes(self) -> str:
+        """For which sizes estimates and terms are; "" where nothing is estimated."""
+        if not self.ranking.costs:
+            return ""
+        problem = problem_of(self.spec)
+        cases = problem.scenarios()
+        named = f"{problem.num_seqs} sequences of {problem.max_context} keys"
+        if len(cases) == 1:
+            return f"Estimates are for {named}."
+        seqs, keys = [c.num_seqs for c in cases], [c.max_context for c in cases]
+        return (
+            f"Sizes are open: estimates are the geometric mean over {len(cases)} calls with {_span(seqs)} sequences of "
+            f"{_span(keys)} keys, the terms below are for {named}."
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data; expressions and tiles' split counts as text."""
         ranking = self.ranking
@@ -39,6 +56,7 @@ class Plan:
             "configs": [
                 {**_tile(config), "seconds": cost} for config, cost in zip(ranking.configs, costs, strict=True)
             ],
+            "sizes": self.of_sizes(),
             "terms": list(self.terms),
             "rejected": [{**_tile(config), "reason": reason} for config, reason in ranking.rejected],
             "notes": list(ranking.notes),
@@ -65,6 +83,11 @@ def make_plan(spec: AttentionSpec, profile: DeviceProfile, *, check: bool = True
         return dataclasses.replace(plan, fit=fit(spec, profile, ranking))
     except (OutOfResourcesError, KernelBuildError) as error:
         return dataclasses.replace(plan, refusal=str(error))
+
+
+def _span(sizes: Sequence[int]) -> str:
+    least, most = min(sizes), max(sizes)
+    return f"{least}" if least == most else f"{least} to {most}"
 
 
 def plain_spec(
