@@ -20,6 +20,7 @@ from torch._inductor.virtualized import V
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from tcport._inductor.in_place import with_safe_writes
 from tcport._inductor.race import Race, winner
 
 Emit = Callable[[torch.fx.Node], "Emission | Race"]
@@ -35,7 +36,7 @@ class Emission:
         alike: what ``run`` is, beside the operator: where it is one and the same object, equal arguments are traced
             once. None: each node is traced.
         notes: lists that ``run`` writes to while it is traced; filled with the same where a trace is used again.
-        failed: told what Inductor raises that cannot lower the trace.
+        failed: told what is raised by Inductor, which cannot lower the trace, or where the trace is made.
     """
 
     run: Callable[..., Any]
@@ -66,10 +67,10 @@ class Traces:
             inputs = [lowered[i] for i in holes]
             if emission.exact_strides:
                 inputs = [_with_strides(lowered[i], leaves[i].meta["val"]) for i in holes]
-            traced = self._trace(node, emission)
-            for name, value in _attributes(traced):
-                setattr(V.graph.module, name, value)  # lowering looks for them there
             try:
+                traced = self._trace(node, emission)
+                for name, value in _attributes(traced):
+                    setattr(V.graph.module, name, value)  # lowering looks for them there
                 return process_subgraph_nodes(traced, inputs) or None
             except Exception as error:
                 emission.failed(error)
@@ -118,8 +119,11 @@ def _traced(node: torch.fx.Node, emission: Emission) -> torch.fx.GraphModule:
         results = emission.run(*args, **kwargs)
         return () if results is None else results  # torch 2.11 takes an output of None for a missing output
 
+    def trace(function: Callable[..., Any]) -> torch.fx.GraphModule:
+        return make_fx(function, decomposition_table=select_decomp_table())(*_values([leaves[i] for i in holes]))
+
     with V.fake_mode:
-        return make_fx(run, decomposition_table=select_decomp_table())(*_values([leaves[i] for i in holes]))
+        return with_safe_writes(trace(run), trace)
 
 
 def _values(nodes: Sequence[torch.fx.Node]) -> list[Any]:
