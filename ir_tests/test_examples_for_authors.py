@@ -97,6 +97,7 @@ def test_a_lowering_that_disagrees_is_refused() -> None:
         (OP, square(), None, "has inputs of type list"),
         ("squared_relu", None, None, "no operator 'tcport::squared_relu'"),
         (OP + ".default", None, None, "no operator 'example::squared_relu.default'"),
+        (OP.replace("::", "."), None, None, "no operator .* Write 'example::squared_relu'"),
         (write_a_lowering.squared_relu, None, None, "Give a text, 'namespace::name'"),
     ]:
         with pytest.raises(LoweringRegistrationError, match=said):

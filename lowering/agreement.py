@@ -69,31 +69,48 @@ def check_numbers(
 ) -> int:
     """Fail unless every candidate gives the operator's numbers on a device; returns how many comparisons were made.
 
+    Arguments that the operator writes to are compared as its results are; others must stay as they are, to the bit.
+
     Args:
         tolerance: relative and absolute, as ``torch.testing.assert_close`` takes them.
         profile: the device whose candidates run on ``device``, where Triton interprets kernels; None: the same one.
             Samples that hold bfloat16 are left out then, which the interpreter computes wrongly.
 
     Raises:
-        AssertionError: from ``torch.testing.assert_close``.
+        AssertionError: says for which arguments, and what differs.
         ArgumentError: a Triton kernel would have to be compiled for the CPU.
     """
     there, compared = profile or device_profile(torch.device(device)), 0
     launch = _interpreted if torch.device(device).type == "cpu" else (lambda kernel: kernel)
     for arguments in samples():
-        if profile is not None and any(isinstance(a, Tensor) and a.dtype is torch.bfloat16 for a in arguments):
+        if profile is not None and any(tensor.dtype is torch.bfloat16 for tensor in _tensors(arguments)):
             continue
-        moved = [a.to(device) if isinstance(a, Tensor) else a for a in arguments]
-        call = ForeignCall.of(*moved)
-        expected = overload_of(row.op)(*_copies(moved))
+        moved = [_each(lambda tensor: tensor.to(device), argument) for argument in arguments]
+        call, theirs = ForeignCall.of(*moved), _copies(moved)
+        expected = overload_of(row.op)(*theirs)
         for candidate in _answers(row, call, there):
-            actual = candidate.run(ForeignCall.of(*_copies(moved)), launch)
+            ours = _copies(moved)
             what = f"Kernel {candidate.kernel} of {row.op} for {_facts(call.args)}"
-            torch.testing.assert_close(
-                actual, expected, rtol=tolerance[0], atol=tolerance[1], msg=lambda text, what=what: f"{what}: {text}"
-            )
+            _compare(candidate.run(ForeignCall.of(*ours), launch), expected, tolerance, what)
+            _compare_arguments(row.op, ours, theirs, tolerance, what)
             compared += 1
     return compared
+
+
+def _compare(actual: Any, expected: Any, tolerance: tuple[float, float], what: str) -> None:
+    torch.testing.assert_close(
+        actual, expected, rtol=tolerance[0], atol=tolerance[1], msg=lambda text: f"{what}: {text}"
+    )
+
+
+def _compare_arguments(op: str, ours: list[Any], theirs: list[Any], tolerance: tuple[float, float], what: str) -> None:
+    """Compare the arguments after a call, of a kernel and of the operator."""
+    schema = overload_of(op)._schema.arguments
+    for argument, mine, other in zip(schema, ours, theirs, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            _compare(mine, other, tolerance, f"{what}: what it wrote to {argument.name}")
+        elif not all(map(torch.equal, map(_bits, _tensors(mine)), map(_bits, _tensors(other)))):
+            raise AssertionError(f"{what}: it wrote to {argument.name}, which the operator does not.")
 
 
 @contextlib.contextmanager
@@ -126,13 +143,30 @@ def _answers(
 
 
 def _meta(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return _each(lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"), value)
 
 
 def _copies(values: Iterable[Any]) -> list[Any]:
-    return [value.clone() if isinstance(value, Tensor) else value for value in values]
+    return [_each(Tensor.clone, value) for value in values]
+
+
+def _each(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """An argument with a function applied to its tensors: itself, or those of a list."""
+    if isinstance(value, (list, tuple)):
+        return [_each(function, item) for item in value]
+    return function(value) if isinstance(value, Tensor) else value
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, Tensor):
+        yield value
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def _facts(value: Any) -> Any:

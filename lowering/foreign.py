@@ -67,9 +67,12 @@ def overload_of(name: str) -> Any:
     namespace, operator = name.split("::", 1) if "::" in name else ("tcport", name)
     packet = getattr(getattr(torch.ops, namespace), operator, None)
     if packet is None or not hasattr(packet, "default"):
+        dotted = "::" not in name and "." in name
         raise LoweringRegistrationError(
             f"There is no operator '{namespace}::{operator}'.",
-            "Define it with torch.library first, or import the module that does.",
+            f"Write {'::'.join(name.split('.')[:2])!r}."
+            if dotted
+            else "Define it with torch.library first, or import the module that does.",
         )
     return packet.default
 
