@@ -137,6 +137,26 @@ def gives_impossible_arguments(graph: torch.fx.Graph, ctx: PassContext) -> int:
     return 1
 
 
+def calls_a_function_of_torch(graph: torch.fx.Graph, ctx: PassContext) -> int:
+    relu = find(graph, aten.relu.default)
+    replace(graph, relu, torch.relu, *relu.args)
+    return 1
+
+
+def calls_a_python_function(graph: torch.fx.Graph, ctx: PassContext) -> int:
+    relu = find(graph, aten.relu.default)
+    replace(graph, relu, torch.nn.functional.relu, *relu.args)
+    return 1
+
+
+def calls_a_method(graph: torch.fx.Graph, ctx: PassContext) -> int:
+    relu = find(graph, aten.relu.default)
+    with graph.inserting_before(relu):
+        relu.replace_all_uses_with(graph.call_method("relu", relu.args))
+    graph.erase_node(relu)
+    return 1
+
+
 def makes_a_cycle(graph: torch.fx.Graph, ctx: PassContext) -> int:
     add, relu = find(graph, aten.add.Tensor), find(graph, aten.relu.default)
     add.args = (relu, add.args[1])
@@ -194,6 +214,9 @@ def drops_an_output(graph: torch.fx.Graph, ctx: PassContext) -> int:
             NodeValueError,
             r"'mm_default' .*, which cannot run on .*RuntimeError",
         ),
+        (calls_a_function_of_torch, MalformedGraphError, r"'relu_1', which calls 'relu' .* such as torch.ops.aten"),
+        (calls_a_python_function, MalformedGraphError, r"'relu_1', which calls 'relu' and no operator.*'dynamo'"),
+        (calls_a_method, MalformedGraphError, r"which calls 'relu' and no operator"),
         (makes_a_cycle, MalformedGraphError, "'add' uses 'relu' before it is computed"),
         (uses_another_graph, MalformedGraphError, "'relu' uses 'add', which belongs to another graph"),
         (drops_an_output, NodeValueError, "number of outputs from 1 to 0"),
@@ -245,6 +268,10 @@ def test_conditions_are_named_with_the_reason_they_fail() -> None:
         run(traced(), nothing, ensures=(graph_facts.lacks(aten.relu.default),))
     with pytest.raises(PassConditionError, match=r"requires has\(aten.mm.default\), but no node calls"):
         run(traced(), nothing, requires=(graph_facts.has(aten.mm.default),))
+    with pytest.raises(PassConditionError, match="condition <lambda> of pass 'bad' returned True. Return None where"):
+        run(traced(), nothing, requires=(lambda graph: True,))
+    with pytest.raises(PassConditionError, match="condition <lambda> of pass 'bad' raised ZeroDivisionError: "):
+        run(traced(), nothing, ensures=(lambda graph: 1 // 0,))
 
 
 def test_registration_refuses_what_it_cannot_use() -> None:
@@ -295,6 +322,7 @@ def test_a_value_is_derived_once_a_pass_while_the_node_stays_as_it_is() -> None:
         return torch.relu(x)
 
     counted.__module__ = "torch.counted"  # derived are operators and Python's own functions alone
+    counted._inductor_lowering_function = True  # type: ignore[attr-defined]  # a function that Inductor calls as it is
 
     def puts_it_in(graph: torch.fx.Graph, ctx: PassContext) -> int:
         relu = find(graph, aten.relu.default)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import types
 from typing import Any
 
 import torch.fx
@@ -82,6 +83,8 @@ def check_after(
         for node in graph.nodes:
             if before.calls.get(node) != _signature(node):
                 _check_value(node, name, value_key(stage))
+                if stage != "dynamo":
+                    _check_operator(node, name)
     _check_outputs(graph, before, name, value_key(stage))
     forget_derived(graph)
 
@@ -152,6 +155,24 @@ def _check_value(node: torch.fx.Node, name: str, key: str) -> None:
             f"operator gives {facts(derived)}.",
             f"Delete meta[{key!r}] of a node you change (it is derived anew), or give its users what they had before.",
         )
+
+
+def _check_operator(node: torch.fx.Node, name: str) -> None:
+    """Refuse calls that run, operation by operation, and that Inductor has no code for."""
+    plain = isinstance(node.target, _PLAIN) and node.target is not operator.getitem
+    gives_tensor = isinstance(node.meta.get("val"), torch.Tensor) and not hasattr(node.target, _TO_INDUCTOR)
+    if node.op in ("call_method", "call_module") or (node.op == "call_function" and plain and gives_tensor):
+        called = getattr(node.target, "__name__", node.target)
+        raise MalformedGraphError(
+            f"Pass {name!r} left the node {node.name!r}, which calls {called!r} and no operator.",
+            "Call an operator, such as torch.ops.aten.relu.default: torch functions and methods are for passes of the "
+            "stage 'dynamo'.",
+        )
+
+
+_PLAIN = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
+_TO_INDUCTOR = "_inductor_lowering_function"
+"""Inductor's mark of functions that are called as they are when it generates code."""
 
 
 def _check_outputs(graph: torch.fx.Graph, before: Snapshot, name: str, key: str) -> None:

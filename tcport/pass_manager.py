@@ -20,7 +20,7 @@ from tcport.errors import (
     PassResultError,
     TcportError,
 )
-from tcport.graph_pass import GraphPass, PassContext, Stage, registered_passes
+from tcport.graph_pass import Condition, GraphPass, PassContext, Stage, registered_passes
 from tcport.options import Options
 from tcport.pass_checks import Snapshot, check_after
 from tcport.pass_dump import Dump
@@ -54,7 +54,7 @@ def run_passes(
 def _run_pass(graph: torch.fx.Graph, graph_pass: GraphPass, ctx: PassContext, dump: Dump) -> PassReport:
     name, stage = graph_pass.name, graph_pass.stage
     for condition in graph_pass.requires:
-        if (reason := condition(graph)) is not None:
+        if (reason := _asked(condition, graph, name)) is not None:
             raise PassConditionError(
                 f"Pass {name!r} requires {_name(condition)}, but {reason}.",
                 "Order it after the pass that sees to that, or drop the condition.",
@@ -87,7 +87,7 @@ def _run_pass(graph: torch.fx.Graph, graph_pass: GraphPass, ctx: PassContext, du
             "Compare its pattern with the graph that TCPORT_DUMP=dir writes before it.",
         )
     for condition in graph_pass.ensures:
-        if (reason := condition(graph)) is not None:
+        if (reason := _asked(condition, graph, name)) is not None:
             raise PassConditionError(
                 f"Pass {name!r} does not ensure {_name(condition)}: {reason}.", "Mend the pass, or drop the condition."
             )
@@ -99,6 +99,22 @@ def _place(error: Exception, graph_pass: GraphPass) -> str:
     own = getattr(getattr(graph_pass.run, "__code__", None), "co_filename", None)
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == own]
     return f" at {os.path.basename(str(own))}:{lines[-1]}" if lines else ""
+
+
+def _asked(condition: Condition, graph: torch.fx.Graph, name: str) -> str | None:
+    """What a condition of a pass says of a graph."""
+    what = f"The condition {_name(condition)} of pass {name!r}"
+    try:
+        reason = condition(graph)
+    except Exception as error:
+        raise PassConditionError(
+            f"{what} raised {type(error).__name__}: {str(error).rstrip('.')}.", "Mend the condition, or drop it."
+        ) from error
+    if reason is not None and not isinstance(reason, str):
+        raise PassConditionError(
+            f"{what} returned {reason!r}.", "Return None where it holds, and the reason, a text, where it does not."
+        )
+    return reason
 
 
 def _name(condition: Callable[..., Any]) -> str:
