@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.graph import GraphLowering
 from torch._inductor.lowering import lowerings
 from torch._inductor.runtime import autotune_cache
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import tcport
 from tcport import _inductor, errors, history, quarantine
@@ -225,6 +226,42 @@ def test_compiled_code_runs_in_other_threads_while_a_graph_is_traced(anew: bool)
     ((attended, sine),) = answers
     torch.testing.assert_close(attended, want, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(sine, want.sin(), rtol=1e-5, atol=1e-5)
+    assert asks.__code__ is code
+
+
+def test_other_threads_trace_over_compiled_code_as_ever_while_a_graph_is_compiled_anew() -> None:
+    """It is refused, as by torch alone, while the thread beside it is within a trace of its own."""
+    batch = problem()
+    plain = torch.compile(torch.sin)
+    plain(batch[0])
+    nested: list[object] = []
+
+    def trace(tracer: Callable[..., Any]) -> object:
+        try:
+            return [node.target for node in tracer().graph.nodes if node.op == "call_function"]
+        except RuntimeError as error:
+            return str(error)
+
+    def traced(tile: TileConfig) -> None:
+        with ThreadPoolExecutor(1) as threads:
+            nested.append(threads.submit(trace, lambda: torch.fx.symbolic_trace(lambda x: plain(x))).result())
+            nested.append(threads.submit(trace, lambda: make_fx(lambda x: plain(x))(torch.ones(3))).result())
+
+    asks = torch.fx._symbolic_trace.is_fx_symbolic_tracing
+    code = asks.__code__
+    traced(TILES[0])  # by torch alone
+    kernel, refusing = Faulty(traced, "last"), launching("first")
+    usual = kernel.lower
+    kernel.lower = lambda *given: [refusing.lower(*given), *usual(*given)]  # type: ignore[method-assign,list-item]
+    refuse("first", RuntimeError("Triton Error [CUDA]: invalid argument"))
+    try:
+        with installed(kernel):
+            compiled = torch.compile(tcport.paged_attention, backend="tcport", options={"force_disable_caches": True})
+            compiled(*batch)
+    finally:
+        refuse("first", None)
+    refused = "Detected that you are using FX to symbolically trace a dynamo-optimized function."
+    assert [str(answer)[: len(refused)] for answer in nested] == [refused] * 4
     assert asks.__code__ is code
 
 

@@ -8,39 +8,35 @@ for all threads, and calls that had nothing to do with the trace were refused. F
 from __future__ import annotations
 
 import contextlib
-import threading
+import sys
 from collections.abc import Iterator
 
 import torch
 from torch.fx import _symbolic_trace
 
-_tracing: set[int] = set()
-
 
 def traces_here() -> bool:
-    """Whether the calling thread is within :func:`tracing_here`."""
-    return threading.get_ident() in _tracing
+    """Whether the calling thread is within a trace: what sets the flag, ``Tracer.trace``, is among its frames."""
+    tracer, frame = _symbolic_trace.Tracer.trace.__code__, sys._getframe(1)
+    while frame is not None and frame.f_code is not tracer:
+        frame = frame.f_back
+    return frame is not None
 
 
 @contextlib.contextmanager
 def tracing_here() -> Iterator[None]:
-    """What is traced within a ``with`` block is no obstacle to other threads; for one thread at a time.
-
-    A thread that itself traces over compiled code meanwhile, with a tracer of its own, is not told that it may not.
-    """
-    if traces_here() or not hasattr(_symbolic_trace, "_is_fx_tracing_flag"):
+    """What this thread traces within a ``with`` block is no obstacle to other threads; for one thread at a time."""
+    if not hasattr(_symbolic_trace, "_is_fx_tracing_flag"):
         yield
         return
     # Compiled functions hold the function that they ask since they were made, so it is its code that must change.
     asked = _symbolic_trace.is_fx_symbolic_tracing
-    code, here = asked.__code__, threading.get_ident()
-    _tracing.add(here)
-    asked.__code__ = _is_fx_symbolic_tracing.__code__
+    code = asked.__code__
     try:
+        asked.__code__ = _is_fx_symbolic_tracing.__code__
         yield
     finally:
         asked.__code__ = code
-        _tracing.discard(here)
 
 
 def _is_fx_symbolic_tracing() -> bool:  # its code runs among the globals of torch.fx._symbolic_trace
