@@ -82,6 +82,10 @@ def test_plan_of_an_eager_call_is_that_of_its_kind_cut_for_this_one():
         (["--device", "h20"], "Did you mean"),
         (["--device", "h200", "--hq", "7", "--hkv", "2"], "7 query heads and 2 KV heads"),
         (["--device", "h200", "--dtype", "bf17"], "'bf17'"),
+        (["--device", "h200", "--batch", "0"], "batch is 0. It must be at least 1."),
+        (["--device", "h200", "--eager", "--context", "-1"], "context is -1. It must be at least 1."),
+        (["--device", "h200", "--tokens", "0"], "tokens is 0. It must be at least 1."),
+        (["--device", "cpu", "--page", "0"], "page is 0. It must be at least 1."),
         (
             ["--device", "t4", "--hq", "128", "--hkv", "1", "--dim", "576", "--dim-v", "512", "--latent"],
             "No decode tile",

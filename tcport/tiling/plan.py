@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tcport.device.profile import DeviceProfile
-from tcport.errors import KernelBuildError, OutOfResourcesError
+from tcport.errors import ArgumentError, KernelBuildError, OutOfResourcesError
 from tcport.ir import AttentionSpec, KVLayout, TileConfig
 from tcport.tiling.fit import Fit, fit
 from tcport.tiling.optimizer import Ranking, TileLayoutOptimizer, rank_tiles
@@ -109,7 +109,13 @@ def plain_spec(
     Args:
         tokens: query tokens of the whole batch; None: decode, one per sequence.
         latent: V is the first ``dim_v`` components of K (multi-head latent attention).
+
+    Raises:
+        ArgumentError: there is no page, sequence, key or token.
     """
+    for name, number in (("page", page), ("batch", batch), ("context", context), ("tokens", tokens)):
+        if number is not None and number < 1:
+            raise ArgumentError(f"{name} is {number}.", "It must be at least 1.")
     k = KVLayout(page, page * num_kv_heads * dim_qk, num_kv_heads * dim_qk, dim_qk, 1)
     v = k if latent else KVLayout(page, page * num_kv_heads * dim_v, num_kv_heads * dim_v, dim_v, 1)
     return AttentionSpec(
