@@ -331,3 +331,15 @@ def test_step_down_ends():
         assert config not in tried
         tried[config] = ""
     assert set(tried) == set(ranking.configs)
+
+
+def test_a_kernels_file_that_is_no_source_is_compared_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    kernel, broken = tmp_path / "kernel_beside.py", tmp_path / "half_written_beside.py"
+    kernel.write_text("import half_written_beside")
+    digests = set()
+    for text in ("def kernel(:", "def kernel(::", "x = 1\0"):
+        broken.write_text(text)
+        sources.sources_of.cache_clear()
+        digests |= {sources.sources_of("kernel_beside"), sources.sources_of("half_written_beside")}
+    assert len(digests) == 6

@@ -52,8 +52,12 @@ def _imported(path: Path) -> list[Path]:
 
 def _imports(path: Path) -> set[str]:
     """What a file imports: modules, and names in them, which may be modules."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):  # what is no source, or was saved half written, is compared as it is
+        return set()
     names = set()
-    for node in ast.walk(ast.parse(path.read_bytes())):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
