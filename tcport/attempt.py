@@ -11,7 +11,7 @@ import torch.fx
 
 from tcport import _inductor, passes, pattern_engine, quarantine  # noqa: F401  (what two of them register is used)
 from tcport._inductor.blame import failed_call, failed_kernel
-from tcport._inductor.lowering import Emission, Emit
+from tcport._inductor.lowering import Emission, Emit, has_code_for
 from tcport._inductor.race import Race, Way, real_tensors
 from tcport.bundle.store import bundles
 from tcport.chain import screened, step_down, survivors
@@ -28,10 +28,13 @@ from tcport.lowering.registry import registered_operators, rows
 from tcport.lowering.results import check_results
 from tcport.lowering.spec import dim
 from tcport.options import Options
+from tcport.pass_checks import exempt
 from tcport.pass_manager import active_passes, run_passes
 from tcport.race import Entrant, contenders, entered
 from tcport.repeatable import unrepeatable
 from tcport.report import CacheClone, Cause, GraphReport
+
+exempt(has_code_for)
 
 Failed = tuple[Emitted, Candidate]
 """A node as it was lowered, and the one of its kernels that failed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch.fx
@@ -89,6 +90,14 @@ def check_after(
     forget_derived(graph)
 
 
+_exempt: list[Callable[[object], bool]] = []
+
+
+def exempt(has_code: Callable[[object], bool]) -> None:
+    """Let a graph call functions, which are no operators, where a compiler says that it has code for them."""
+    _exempt.append(has_code)
+
+
 def _check_form(graph: torch.fx.Graph, name: str) -> None:
     seen: set[torch.fx.Node] = set()
     for node in graph.nodes:
@@ -160,7 +169,7 @@ def _check_value(node: torch.fx.Node, name: str, key: str) -> None:
 def _check_operator(node: torch.fx.Node, name: str) -> None:
     """Refuse calls that run, operation by operation, and that Inductor has no code for."""
     plain = isinstance(node.target, _PLAIN) and node.target is not operator.getitem
-    gives_tensor = isinstance(node.meta.get("val"), torch.Tensor) and not hasattr(node.target, _TO_INDUCTOR)
+    gives_tensor = isinstance(node.meta.get("val"), torch.Tensor) and not any(has(node.target) for has in _exempt)
     if node.op in ("call_method", "call_module") or (node.op == "call_function" and plain and gives_tensor):
         called = getattr(node.target, "__name__", node.target)
         raise MalformedGraphError(
@@ -171,8 +180,6 @@ def _check_operator(node: torch.fx.Node, name: str) -> None:
 
 
 _PLAIN = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
-_TO_INDUCTOR = "_inductor_lowering_function"
-"""Inductor's mark of functions that are called as they are when it generates code."""
 
 
 def _check_outputs(graph: torch.fx.Graph, before: Snapshot, name: str, key: str) -> None:

@@ -107,6 +107,11 @@ class Traces:
         return traced
 
 
+def has_code_for(target: object) -> bool:
+    """Whether Inductor calls a function as it is when it generates code, as it does with those of its own passes."""
+    return hasattr(target, "_inductor_lowering_function")
+
+
 def _traced(node: torch.fx.Node, emission: Emission) -> torch.fx.GraphModule:
     leaves, spec = tree_flatten((node.args, node.kwargs))
     holes = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.fx.Node)]
