@@ -71,7 +71,7 @@ def wrong_among(types: tuple[Any, ...]) -> tuple[str, str] | None:
     """What :func:`wrong_type` says where types are all that is known: the names, and then the types of their values.
 
     Types decide it alone, and Dynamo guards on those that the graph was traced with, so one look is enough
-    (``torch.compiler.assume_constant_result``). To trace it took over a hundred guards, which each call pays for.
+    (``torch.compiler.assume_constant_result``). Traced, it was some eighty guards, which each call pays for.
     """
     names, given = types[: len(types) // 2], types[len(types) // 2 :]
     return _wrong(types, [issubclass(of, _KINDS[name].types) for name, of in zip(names, given, strict=True)])

@@ -27,7 +27,8 @@ def with_safe_writes(
     Args:
         traced: the trace of a lowering. retrace: traces a function of the same arguments.
     """
-    if any(_is_astray(node, _inputs(traced)) for node in traced.graph.nodes):
+    inputs = _inputs(traced)
+    if any(_is_astray(node, inputs) for node in traced.graph.nodes):
         traced = retrace(torch.func.functionalize(traced, remove="mutations"))
         decompose_triton_kernel_wrapper_functional(traced.graph)
     for copy in traced.graph.find_nodes(op="call_function", target=_aten.copy_.default):
