@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch._inductor.output_code import CompiledFxGraph
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
 
-def generated_code(compiled: Callable[..., Any], *args: Any) -> Callable[[], Any]:
+def generated_code(compiled: Callable[..., Any], *args: Any) -> tuple[Callable[[], Any], str]:
     """What a call of compiled code runs behind Dynamo's guards and AOTAutograd's wrappers, on the same arguments.
 
     Args:
         compiled: what ``torch.compile`` returned; it is called once, and runs one graph.
         args: its arguments.
+
+    Returns:
+        The code as a function of no arguments, and its text.
     """
-    calls: list[tuple[Callable[..., Any], list[Any]]] = []
+    calls: list[tuple[CompiledFxGraph, list[Any]]] = []
     call = CompiledFxGraph.__call__
 
     def noting(graph: CompiledFxGraph, inputs: Sequence[Any]) -> Any:
-        assert graph.current_callable is not None
-        calls.append((graph.current_callable, list(inputs)))
+        calls.append((graph, list(inputs)))
         return call(graph, inputs)
 
     CompiledFxGraph.__call__ = noting  # type: ignore[method-assign]
@@ -28,5 +32,18 @@ def generated_code(compiled: Callable[..., Any], *args: Any) -> Callable[[], Any
         compiled(*args)
     finally:
         CompiledFxGraph.__call__ = call  # type: ignore[method-assign]
-    ((code, inputs),) = calls
-    return lambda: code(list(inputs))  # it empties the list that it is given
+    ((graph, inputs),) = calls
+    code = graph.current_callable
+    assert code is not None
+    return lambda: code(list(inputs)), graph.source_code  # it empties the list that it is given
+
+
+@contextlib.contextmanager
+def launching_nothing() -> Iterator[None]:
+    """Generated code does all but launch its Triton kernels, for the length of a ``with`` block."""
+    run = CachingAutotuner.run
+    CachingAutotuner.run = lambda *args, **kwargs: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        CachingAutotuner.run = run  # type: ignore[method-assign]

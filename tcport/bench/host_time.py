@@ -1,9 +1,15 @@
 """Host time of a call: ``python -m tcport.bench.host_time``.
 
-A row is a graph, called eagerly, compiled, and as Inductor's generated code alone. What compiled code takes beyond that
-are Dynamo's guards and AOTAutograd's wrappers, which the row of a plain graph, compiled by Inductor as it is, has as
-well. Times are medians over calls that are put into the queue of an idle device, one at a time; on a CPU they hold the
-work itself, so its sizes are small.
+A row is a graph, called eagerly, compiled, as Inductor's generated code alone, and as that code without its launches of
+Triton kernels. What compiled code takes beyond the generated code are Dynamo's guards and AOTAutograd's wrappers, which
+the row of a plain graph, compiled by Inductor as it is, has as well.
+
+A model has many attentions in one graph, and each costs what a graph with one more takes more: of layers with caches of
+their own, each a write and an attention, there are a row of one, a row of many, and the difference for a layer. The
+rows of plain kernels have two Triton kernels of the user's in a layer instead, on a CPU two operators.
+
+Times are medians over calls that are put into the queue of an idle device, one at a time; on a CPU they hold the work
+itself, so its sizes are small.
 """
 
 from __future__ import annotations
@@ -14,18 +20,16 @@ import dataclasses
 import os
 import pstats
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from tcport import eager, history, ops  # noqa: F401  (eager binds the operators)
-from tcport._inductor.calls import generated_code
+from tcport._inductor.calls import generated_code, launching_nothing
+from tcport.bench.host_graphs import KNOWN, SUBJECTS, Subject
 from tcport.bench.timing import host_microseconds
 from tcport.device import device_profile
 from tcport.fingerprint import triton_version
-
-Graph = Callable[..., Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,119 +38,91 @@ class Row:
 
     Attributes:
         eager: of the operators. compiled: of the whole compiled call. generated: of Inductor's code within it.
-        launches: Triton kernels in that code. operators: calls of operators in it.
+        unlaunched: of that code when it launches no Triton kernel.
+        launches: Triton kernels in that code. operators: calls of operators in it. tensors: that it allocates.
     """
 
     name: str
     eager: float
     compiled: float
     generated: float
-    launches: int
-    operators: int
+    unlaunched: float
+    launches: float
+    operators: float
+    tensors: float
 
     def __str__(self) -> str:
-        times = "".join(f"{time:10.1f}" for time in (self.eager, self.compiled, self.generated))
-        return f"{self.name:34}{times}{self.launches:10}{self.operators:10}"
+        name, *numbers = dataclasses.astuple(self)
+        times = "".join(f"{time:11.1f}" for time in numbers[:4])
+        return f"{name:42}{times}" + "".join(f"{count:10g}" for count in numbers[4:])
 
-
-def attend(q: Any, k: Any, v: Any, kc: Any, vc: Any, slots: Any, table: Any, lens: Any, bounds: Any) -> Any:
-    return ops.paged_attention(q, kc, vc, table, lens, bounds)
-
-
-def write_and_attend(q: Any, k: Any, v: Any, kc: Any, vc: Any, slots: Any, table: Any, lens: Any, bounds: Any) -> Any:
-    ops.kv_write(k, v, kc, vc, slots)
-    return ops.paged_attention(q, kc, vc, table, lens, bounds)
-
-
-def eight_layers(q: Any, *rest: Any) -> Any:
-    for _ in range(8):
-        q = write_and_attend(q, *rest)
-    return q
-
-
-def plain(q: Any, k: Any, v: Any, kc: Any, vc: Any, slots: Any, table: Any, lens: Any, bounds: Any) -> Any:
-    """One kernel that takes the same number of tensors as :func:`attend`."""
-    return q + kc[0, 0, 0] + vc[0, 0, 0] + table[0, 0] + lens[0]
-
-
-def plain_write(q: Any, k: Any, v: Any, kc: Any, vc: Any, slots: Any, table: Any, lens: Any, bounds: Any) -> Any:
-    """As :func:`write_and_attend`: it writes to both caches."""
-    kc[0, 0] = k[0] + slots[0]
-    vc[0, 0] = v[0]
-    return q + table[0, 0] + lens[0]
-
-
-GRAPHS: dict[str, tuple[Graph, str, int | None]] = {
-    "attention": (attend, "tcport", None),
-    "write and attention": (write_and_attend, "tcport", None),
-    "8 times write and attention": (eight_layers, "tcport", None),
-    "attention of a prompt": (attend, "tcport", 64),
-    "plain graph": (plain, "inductor", None),
-    "plain graph that writes": (plain_write, "inductor", None),
-}
-"""By name: the function, the backend that compiles it, and the query tokens of a sequence; None: one, by decode."""
-KNOWN = ("attention", "plain graph")
-"""Those that are compiled for known sizes as well."""
+    def each_beyond(self, first: Row, number: int) -> Row:
+        """What each of ``number`` layers takes, by which this graph is longer than ``first``."""
+        many, one = (dataclasses.astuple(row)[1:] for row in (self, first))
+        return Row(
+            "  each layer more", *((of_many - of_one) / number for of_many, of_one in zip(many, one, strict=True))
+        )
 
 
 def main() -> None:
     """Print the table."""
-    options = argparse.ArgumentParser(description=__doc__)
+    names = [subject.name for subject in SUBJECTS]
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
     options.add_argument("--calls", type=int, default=300, help="calls that a median is taken of")
-    options.add_argument("--graph", nargs="+", default=list(GRAPHS), choices=list(GRAPHS), help="default: all")
+    options.add_argument("--graph", nargs="+", default=names, choices=names, help="default: all")
+    options.add_argument("--layers", type=int, default=9, help="of a graph with many, at least 2 (default: 9)")
     options.add_argument("--profile", type=int, default=0, metavar="N", help="print the N functions that take longest")
     given = options.parse_args()
+    if given.layers < 2:
+        options.error("--layers: a graph of many layers has at least 2.")
     device = device_profile(given.device).name
     print(f"{device}, {os.cpu_count()} CPUs, torch {torch.__version__}, triton {triton_version()}; microseconds")
-    heads = ("eager", "compiled", "generated", "launches", "operators")
-    print(f"{'graph':34}" + "".join(f"{head:>10}" for head in heads))
+    heads = "".join(f"{head:>11}" for head in ("eager", "compiled", "generated", "unlaunched"))
+    print(f"{'graph':42}{heads}" + "".join(f"{head:>10}" for head in ("launches", "operators", "tensors")))
     with torch.no_grad():
-        for name in given.graph:
-            for dynamic in (False, True) if name in KNOWN else (True,):
-                print(measure(name, given.device, dynamic, given.calls, given.profile), flush=True)
+        for subject in SUBJECTS:
+            if subject.name in given.graph:
+                for row in _rows(subject, given):
+                    print(row, flush=True)
 
 
-def measure(name: str, device: str, dynamic: bool, calls: int, functions: int = 0) -> Row:
+def _rows(subject: Subject, given: argparse.Namespace) -> Iterator[Row]:
+    for dynamic in (False, True) if subject.layered or subject.name in KNOWN else (True,):
+        one = measure(subject, given.device, dynamic, given.calls, functions=given.profile)
+        yield one
+        if subject.layered:
+            many = measure(subject, given.device, dynamic, given.calls, given.layers, given.profile)
+            yield many
+            yield many.each_beyond(one, given.layers - 1)
+
+
+def measure(subject: Subject, device: str, dynamic: bool, calls: int, layers: int = 1, functions: int = 0) -> Row:
     """Time one graph.
 
     Args:
         dynamic: compile it for sizes that are open.
+        layers: of a graph that is layered.
         functions: print as many functions of a compiled call, by the time they take themselves.
     """
-    graph, backend, tokens = GRAPHS[name]
-    args = inputs(device, tokens)
+    args = subject.inputs(device, layers)
     torch.compiler.reset()
-    # A graph from the cache does not show its code.
-    anew: dict[str, Any] | None = {"force_disable_caches": True} if backend == "tcport" else None
-    compiled = torch.compile(graph, backend=backend, fullgraph=True, dynamic=dynamic, options=anew)
-    torch.testing.assert_close(compiled(*args), graph(*args), rtol=2e-2, atol=2e-2)
-    runs = (lambda: graph(*args), lambda: compiled(*args), generated_code(compiled, *args))
-    eagerly, whole, alone = (host_microseconds(run, calls, _waiting(device)) for run in runs)
+    # A graph of tcport's from the cache is not chosen anew.
+    anew: dict[str, Any] | None = {"force_disable_caches": True} if subject.backend == "tcport" else None
+    compiled = torch.compile(subject.graph, backend=subject.backend, fullgraph=True, dynamic=dynamic, options=anew)
+    torch.testing.assert_close(compiled(*args), subject.graph(*args), rtol=2e-2, atol=2e-2)
+    code, source = generated_code(compiled, *args)
+    wait = _waiting(device)
+    runs = (lambda: subject.graph(*args), lambda: compiled(*args), code)
+    times = [host_microseconds(run, calls, wait) for run in runs]
+    with launching_nothing():
+        times.append(host_microseconds(code, calls, wait))
     if functions:
-        _print_profile(runs[1], calls, functions, _waiting(device))
-    report = history.last_report()
-    source = report.graphs[-1].source if report and backend == "tcport" else ""
-    launches, operators = (len(re.findall(pattern, source)) for pattern in (r"\.run\(", r"torch\.ops\.[\w.]+\("))
-    return Row(f"{name}, {'open' if dynamic else 'known'} sizes", eagerly, whole, alone, launches, operators)
-
-
-def inputs(device: str, tokens: int | None) -> list[Any]:
-    """Query, key, value, caches, slots, block table, lengths and query bounds: of an 8B model, on a CPU of a toy."""
-    batch, width, heads, kv_heads, dim, page = (8, 32, 32, 8, 128, 16) if device == "cuda" else (4, 4, 8, 2, 32, 16)
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    total = batch * (tokens or 1)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, dtype=dtype, device=device)
-
-    table = torch.arange(batch * width, device=device).view(batch, width).int()
-    lens = torch.full((batch,), width * page - 1, device=device).int()
-    slots = torch.arange(total, device=device)
-    bounds = None if tokens is None else (torch.arange(batch + 1, device=device) * tokens).int()
-    caches = (random(batch * width, page, kv_heads, dim) for _ in "kv")
-    new = (random(total, count, dim) for count in (heads, kv_heads, kv_heads))
-    return [*new, *caches, slots, table, lens, bounds]
+        _print_profile(runs[1], calls, functions, wait)
+    name = f"{subject.name}: {layers}" if subject.layered else subject.name
+    patterns = (r"\.run\(", r"torch\.ops\.[\w.]+\(", r"= empty_strided\w*\(")
+    counts = (len(re.findall(pattern, source)) for pattern in patterns)
+    return Row(f"{name}, {'open' if dynamic else 'known'} sizes", *times, *counts)
 
 
 def _waiting(device: str) -> Callable[[], None]:
