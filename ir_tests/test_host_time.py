@@ -67,6 +67,16 @@ def test_a_layer_of_plain_kernels_launches_two(dynamic: bool) -> None:
     assert (row.launches, row.operators, row.tensors) == (4, 0, 2)
 
 
+@pytest.mark.parametrize("name", ["attention", LAYERS])
+def test_batch_and_table_width_equal_no_size_that_a_kernel_is_made_for(name: str) -> None:
+    """Sizes that are equal where a graph is traced get one symbol, and what is made for one is made for both."""
+    query, k, *rest = subject(name).inputs("cpu")
+    table, lens, _ = rest[-3:]
+    made_for = {*query.shape[1:], *k.shape[1:], 16}
+    assert len({*table.shape, *made_for}) == len(made_for) + 2
+    assert lens.shape[0] == table.shape[0]
+
+
 def test_a_plain_graph_has_as_many_tensors() -> None:
     """Its guards and wrappers are those of a graph with attention, without attention."""
     args = subject("attention").inputs("cpu")
