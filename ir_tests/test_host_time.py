@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tcport._inductor.calls import generated_code, launching_nothing
+from tcport._inductor.calls import generated_code
+from tcport._inductor.launch import launching_nothing
 from tcport.bench.host_graphs import SUBJECTS, Subject
 from tcport.bench.host_time import Row, main, measure
 from tcport.kernels import reference

@@ -15,6 +15,7 @@ from torch._inductor.codecache import CodeCacheFuture
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tcport._inductor.launch import KERNEL
 from tcport.errors import causes
 
 _KERNEL = "tcport_kernel"
@@ -90,7 +91,7 @@ class _Noting(TorchDispatchMode):
 def _launched_kernel(error: BaseException) -> tuple[str, str] | None:
     """The generated kernel that raised at its launch."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        kernel = frame.f_locals.get("self")
+        kernel = frame.f_globals.get(KERNEL) or frame.f_locals.get("self")
         if isinstance(kernel, CachingAutotuner):
             constants = [kernel.triton_meta, *(config.all_kwargs() for config in kernel.configs or ())]
             return str(kernel.inductor_meta.get("kernel_name") or kernel.fn.__name__), repr(constants)

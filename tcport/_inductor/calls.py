@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch._inductor.output_code import CompiledFxGraph
-from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
 
 def generated_code(compiled: Callable[..., Any], *args: Any) -> tuple[Callable[[], Any], str]:
@@ -36,14 +34,3 @@ def generated_code(compiled: Callable[..., Any], *args: Any) -> tuple[Callable[[
     code = graph.current_callable
     assert code is not None
     return lambda: code(list(inputs)), graph.source_code  # it empties the list that it is given
-
-
-@contextlib.contextmanager
-def launching_nothing() -> Iterator[None]:
-    """Generated code does all but launch its Triton kernels, for the length of a ``with`` block."""
-    run = CachingAutotuner.run
-    CachingAutotuner.run = lambda *args, **kwargs: None  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        CachingAutotuner.run = run  # type: ignore[method-assign]

@@ -17,12 +17,14 @@ from torch._inductor.compile_fx import compile_fx
 from torch._inductor.graph import GraphLowering
 from torch._inductor.lowering import lowerings, register_lowering
 from torch._inductor.runtime import autotune_cache
+from torch._inductor.runtime.triton_heuristics import CompileResult
 from torch._inductor.virtualized import V
 from torch.utils._triton import has_triton
 
 from tcport._inductor.audit import Audit, auditing
 from tcport._inductor.blame import naming
 from tcport._inductor.dynamo import original
+from tcport._inductor.launch import launching_directly, with_short_launches
 from tcport._inductor.lowering import Emit, Traces
 from tcport._inductor.tracing import tracing_here
 from tcport._inductor.user_passes import shared_slot
@@ -93,16 +95,18 @@ def _installed(emitters: Mapping[Any, Emit], audit: Callable[[Audit], None]) -> 
     if torch.ops.aten.sym_storage_offset.default not in lowerings:
         # Without it, in-graph views of one symbolic tensor are all written at offset 0 (pytorch#198068).
         register_lowering(torch.ops.aten.sym_storage_offset.default, type_promotion_kind=None)(_storage_offset)
-    compile_triton = AsyncCompile.triton
+    compile_triton, launcher_code = AsyncCompile.triton, CompileResult._gen_launcher_code
     asks_driver = autotune_cache.has_triton  # pyright: ignore[reportPrivateImportUsage]
     GraphLowering.codegen = auditing(codegen, audit)  # type: ignore[method-assign]
-    AsyncCompile.triton = naming(compile_triton)  # type: ignore[method-assign]
+    AsyncCompile.triton = naming(launching_directly(compile_triton))  # type: ignore[method-assign]
+    CompileResult._gen_launcher_code = with_short_launches(launcher_code)  # type: ignore[method-assign]
     autotune_cache.has_triton = _keys_remote_cache  # pyright: ignore[reportPrivateImportUsage]
     try:
         yield
     finally:
         GraphLowering.codegen = codegen  # type: ignore[method-assign]
         AsyncCompile.triton = compile_triton  # type: ignore[method-assign]
+        CompileResult._gen_launcher_code = launcher_code  # type: ignore[method-assign]
         autotune_cache.has_triton = asks_driver  # pyright: ignore[reportPrivateImportUsage]
         for overload in overloads:
             lowerings.pop(overload, None)

@@ -25,7 +25,8 @@ from typing import Any
 
 import torch
 
-from tcport._inductor.calls import generated_code, launching_nothing
+from tcport._inductor.calls import generated_code
+from tcport._inductor.launch import launching_nothing
 from tcport.bench.host_graphs import KNOWN, SUBJECTS, Subject
 from tcport.bench.timing import host_microseconds
 from tcport.device import device_profile
