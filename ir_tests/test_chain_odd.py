@@ -27,6 +27,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import tcport
 from tcport import _inductor, errors, history, quarantine
 from tcport._inductor import compile as inductor_compile
+from tcport.attempt import devices_of
 from tcport.errors import LoweringRegistrationError, NoCandidateError
 from tcport.ir import TileConfig
 from tcport.kernels import reference
@@ -159,6 +160,13 @@ def test_a_row_whose_state_cannot_be_had_is_told_and_costs_nothing_else() -> Non
         assert row.state_for({"nvidia"}) == ""
     finally:
         unregister_lowering("paged_attention", "mine")
+
+
+def test_a_number_on_the_cpu_asks_for_no_kernel_of_the_cpu() -> None:
+    """Where sizes are open Dynamo first traces floats, such as those of default arguments, as such numbers."""
+    elsewhere = torch.empty(2, 3, device="meta")
+    assert devices_of([8, elsewhere, torch.tensor(0.5), None]) == {elsewhere.device}
+    assert devices_of([elsewhere, torch.zeros(1)]) == {elsewhere.device, torch.device("cpu")}
 
 
 def test_reports_and_errors_travel_between_processes() -> None:

@@ -40,6 +40,15 @@ Failed = tuple[Emitted, Candidate]
 """A node as it was lowered, and the one of its kernels that failed."""
 
 
+def devices_of(example_inputs: Sequence[Any]) -> set[torch.device]:
+    """Where a graph's tensors are.
+
+    Numbers say nothing of it: a Python float whose value is left open is one on the CPU, whatever computes with it, and
+    to know the state of the CPU's kernels is to build them.
+    """
+    return {value.device for value in example_inputs if isinstance(value, torch.Tensor) and value.dim() > 0}
+
+
 @dataclasses.dataclass
 class Attempt:
     """A run of Inductor, and what is known of the kernels in it.
@@ -118,7 +127,7 @@ class Attempt:
         self.report.from_cache = False
 
     def _identity(self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> str:
-        devices = {value.device for value in example_inputs if isinstance(value, torch.Tensor)}
+        devices = devices_of(example_inputs)
         profiles = sorted(device_profile(device).digest() for device in devices)
         vendors = {device_profile(device).vendor for device in devices}
         states = [row.state_for(vendors) for operator in _called(gm) for row in rows(operator.name)]

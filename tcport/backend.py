@@ -12,7 +12,7 @@ import torch.fx
 from tcport import _inductor, debug, history
 from tcport.adapter import adapt
 from tcport.argument_types import wrong_among
-from tcport.attempt import run_stage
+from tcport.attempt import devices_of, run_stage
 from tcport.attention_only import attention_only
 from tcport.compilation import compile_graph
 from tcport.device.live import watch_if_wanted
@@ -64,7 +64,7 @@ def compile_adapted(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], opt
     invalid = first_invalid_call(gm)
     if invalid is not None:
         raise invalid
-    for device_type in {x.device.type for x in example_inputs if isinstance(x, torch.Tensor)}:
+    for device_type in {device.type for device in devices_of(example_inputs)}:
         watch_if_wanted(device_type)
     report = GraphReport()
     run_stage(gm.graph, "dynamo", options, report)
