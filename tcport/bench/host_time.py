@@ -8,8 +8,9 @@ A model has many attentions in one graph, and each costs what a graph with one m
 their own, each a write and an attention, there are a row of one, a row of many, and the difference for a layer. The
 rows of plain kernels have two Triton kernels of the user's in a layer instead, on a CPU two operators.
 
-Times are medians over calls that are put into the queue of an idle device, one at a time; on a CPU they hold the work
-itself, so its sizes are small.
+Calls are put into the queue of an idle device, one at a time; on a CPU their times hold the work itself, so its sizes
+are small. A time is the least of the medians of some rounds, between which the other forms of the graph are called: a
+host has spells in which all takes twice as long.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from tcport.bench.host_graphs import KNOWN, SUBJECTS, Subject
 from tcport.bench.timing import host_microseconds
 from tcport.device import device_profile
 from tcport.fingerprint import triton_version
+
+_ROUNDS = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +73,7 @@ def main() -> None:
     names = [subject.name for subject in SUBJECTS]
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
-    options.add_argument("--calls", type=int, default=300, help="calls that a median is taken of")
+    options.add_argument("--calls", type=int, default=300, help="calls of each form (default: 300)")
     options.add_argument("--graph", nargs="+", default=names, choices=names, help="default: all")
     options.add_argument("--layers", type=int, default=9, help="of a graph with many, at least 2 (default: 9)")
     options.add_argument("--profile", type=int, default=0, metavar="N", help="print the N functions that take longest")
@@ -115,9 +118,13 @@ def measure(subject: Subject, device: str, dynamic: bool, calls: int, layers: in
     code, source = generated_code(compiled, *args)
     wait = _waiting(device)
     runs = (lambda: subject.graph(*args), lambda: compiled(*args), code)
-    times = [host_microseconds(run, calls, wait) for run in runs]
-    with launching_nothing():
-        times.append(host_microseconds(code, calls, wait))
+    rounds = []
+    for _ in range(_ROUNDS):
+        each = -(-calls // _ROUNDS)
+        medians = [host_microseconds(run, each, wait) for run in runs]
+        with launching_nothing():
+            rounds.append((*medians, host_microseconds(code, each, wait)))
+    times = [min(medians) for medians in zip(*rounds, strict=True)]
     if functions:
         _print_profile(runs[1], calls, functions, wait)
     name = f"{subject.name}: {layers}" if subject.layered else subject.name
