@@ -47,7 +47,7 @@ class Computing(Passing):
 class Kernel:
     """A kernel as Inductor has it once it is compiled, of the parameters ``q, n`` and the constant 64."""
 
-    def __init__(self, runner: Any, scratch: int = 0, meta: dict[str, Any] | None = None) -> None:
+    def __init__(self, runner: Any, scratch: int = 0, meta: dict[str, Any] | None = None, **more: Any) -> None:
         self.enter, self.leave = HookChain(), HookChain()
         metadata = types.SimpleNamespace(global_scratch_size=scratch, profile_scratch_size=0)
         self.scope = {
@@ -64,7 +64,7 @@ class Kernel:
         called += ["launch_exit_hook", *arguments]
         result = CompileResult(None, triton.Config({}), {}, GRID)
         generate = with_short_launches(CompileResult._gen_launcher_code)
-        self.launcher = generate(result, self.scope, names, called)
+        self.launcher = generate(result, self.scope, names, called, **more)
         self.launcher.store_cubin = False
         kernel = CachingAutotuner.__new__(CachingAutotuner)
         kernel.launchers, kernel.inductor_meta = [self.launcher], {**GRID, **(meta or {})}
@@ -187,6 +187,26 @@ def test_a_launcher_that_does_more_is_called(form: type[Passing], launched: list
     assert [type(value) for value in first[-3:]] == [type(value) for value in second[-3:]]
     assert second[0] == 0 and "q" in second and 4 in second  # noqa: PT018  (one launch)
     assert kernel.enter in first and kernel.enter not in second  # noqa: PT018
+
+
+@pytest.mark.parametrize("lines", [[], ["q = q + '!'"]])
+def test_a_launcher_with_lines_of_its_own_runs_them(
+    lines: list[str], launched: list[tuple[Any, ...]], inductor_s: list[tuple[Any, ...]]
+) -> None:
+    generate = CompileResult._gen_launcher_code
+
+    def generated(self: Any, scope: dict[str, Any], names: Any, arguments: Any, pre_runner_lines: Any = None) -> Any:
+        """As in torch 2.14."""
+        given = [f"{name} + '!'" if name == "q" and pre_runner_lines else name for name in arguments]
+        return generate(self, scope, names, given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CompileResult, "_gen_launcher_code", generated)
+        kernel = Kernel(Passing(lambda *args: launched.append(args)), pre_runner_lines=lines)
+    kernel("q", 3, 5, stream=0)
+    kernel("q", 4, 5, stream=0)
+    assert [args[-3] for args in launched] == (["q!", "q!"] if lines else ["q", "q"])
+    assert len(inductor_s) == (2 if lines else 1)
 
 
 @pytest.mark.parametrize(

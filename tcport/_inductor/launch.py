@@ -50,9 +50,13 @@ def launching_directly(compile_triton: Callable[..., Any]) -> Callable[..., Any]
 def with_short_launches(generate: Callable[..., Any]) -> Callable[..., Any]:
     """Inductor's writing of a launcher, which makes the text of the direct one too."""
 
-    def launcher_code(self: CompileResult[Any], scope: dict[str, Any], names: Any, runner_args: Any) -> Any:
-        launcher = generate(self, scope, names, runner_args)
-        short = _short_launch(self, scope, names, runner_args)
+    def launcher_code(
+        self: CompileResult[Any], scope: dict[str, Any], names: Any, runner_args: Any, *more: Any, **options: Any
+    ) -> Any:
+        launcher = generate(self, scope, names, runner_args, *more, **options)
+        # What is given beside them, from torch 2.14 on, are lines of a launcher that does more.
+        plain = not any((*more, *options.values()))
+        short = _short_launch(self, scope, names, runner_args) if plain else None
         if short is not None:
             setattr(launcher, _SHORT, short)
         return launcher
