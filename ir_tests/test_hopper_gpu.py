@@ -10,7 +10,7 @@ import torch
 from gpu_kernels import BF16, FP16, TOLERANCE, of_any_size
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from paged_cases import Case, build, check
+from paged_cases import Case, build, check, expected
 from torch import Tensor
 
 import tcport
@@ -30,6 +30,8 @@ pytestmark = pytest.mark.gpu
 LENS = (37, 0, 300, 1, 129, 16)
 Q_LENS = (5, 1, 150, 1, 3, 0)
 CASE = Case(LENS, Q_LENS, heads=(8, 2), dims=(128, 128), dtype=BF16, uncovered=(3, 5))
+UNITS = (None, 1, 5)
+"""Multiprocessors that there are said to be: every block has its own CTA, one CTA takes all, a few take many each."""
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +45,9 @@ def verify(case: Case, tile: TileConfig | None = None) -> None:
     call = build(case, "cuda")
     assert misfit(call) is None
     tile = tile or rank_hopper_tiles(attention_spec(call), device_profile(call.query.device)).configs[0]
-    check(call, *hopper_prefill(call, tile, lambda kernel: kernel), TOLERANCE[case.dtype])
+    want = expected(call)
+    for units in UNITS:
+        check(call, *hopper_prefill(call, tile, lambda kernel: kernel, units), TOLERANCE[case.dtype], want)
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
@@ -58,7 +62,9 @@ def test_options(dim: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
 def test_logits_of_any_size(dim: int, dtype: torch.dtype) -> None:
     call = of_any_size(build(dataclasses.replace(CASE, dims=(dim, dim), dtype=dtype), "cuda"))
     tile = rank_hopper_tiles(attention_spec(call), device_profile(call.query.device)).configs[0]
-    check(call, *hopper_prefill(call, tile, lambda kernel: kernel), TOLERANCE[dtype])
+    want = expected(call)
+    for units in UNITS:
+        check(call, *hopper_prefill(call, tile, lambda kernel: kernel, units), TOLERANCE[dtype], want)
 
 
 @pytest.mark.parametrize("size", [0.3, 7.7, -3e4, 3e8, -3e8, 1e18, -1e30])
@@ -69,7 +75,7 @@ def test_equal_logits_of_any_size_weigh_the_same_in_every_tile(dim: int, size: f
     keys = torch.where(call.k_cache.isnan(), call.k_cache, 1.0)
     call = dataclasses.replace(call, query=torch.full_like(call.query, size), k_cache=keys)
     tile = rank_hopper_tiles(attention_spec(call), device_profile(call.query.device)).configs[0]
-    out, _ = hopper_prefill(call, tile, lambda kernel: kernel)
+    out, _ = hopper_prefill(call, tile, lambda kernel: kernel, 5)
     pages = call.block_table[0, : -(-1500 // 16)].long()
     mean = call.v_cache[pages].flatten(0, 1)[:1500].double().mean(0)  # [KV heads, dim]
     want = mean.repeat_interleave(4, 0).expand(150, 8, dim)
@@ -108,6 +114,44 @@ def test_every_tile_that_may_be_chosen() -> None:
         spec = attention_spec(build(case))
         for tile in rank_hopper_tiles(spec, device_profile(torch.device("cuda"))).configs:
             verify(case, tile)
+
+
+@pytest.mark.parametrize("few", [1, 15, 16, 17], ids=lambda few: f"{few} tokens")
+@pytest.mark.parametrize("heads", [(8, 2), (64, 1), (128, 1)], ids=str)
+def test_rows_of_one_group_alone_and_blocks_from_both_ends(few: int, heads: tuple[int, int]) -> None:
+    """Blocks of at most 64 rows are one group's; a batch that begins with such is taken from both ends."""
+    tokens = (few, 1, 40, 0, 3, few, 300, few)
+    for q_lens in (tokens, tokens[::-1], (few,) * 8):
+        lens = tuple(200 + 150 * at for at in range(8))
+        verify(dataclasses.replace(CASE, lens=lens, q_lens=q_lens, heads=heads))
+        verify(dataclasses.replace(CASE, lens=(0, *lens[1:-1], 0), q_lens=q_lens, heads=heads).with_options(window=70))
+
+
+def test_launches_that_are_under_way_together_deal_out_their_own_blocks() -> None:
+    """Several streams, and replays of graphs beside them: a counter that two launches shared would lose blocks."""
+    call = build(Case((900, 700, 300), (900, 700, 257), heads=(32, 8), dims=(128, 128), dtype=BF16), "cuda")
+    tile = rank_hopper_tiles(attention_spec(call), device_profile(call.query.device)).configs[0]
+
+    def attend() -> tuple[Tensor, Tensor]:
+        return hopper_prefill(call, tile, lambda kernel: kernel, 20)
+
+    want = expected(call)
+    check(call, *attend(), TOLERANCE[BF16], want)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = attend()
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    for _ in range(5):
+        results = []
+        with torch.cuda.stream(streams[0]):
+            graph.replay()
+        for stream in streams[1:]:
+            with torch.cuda.stream(stream):
+                results.append(attend())
+        torch.cuda.synchronize()
+        for result in (replayed, *results):
+            check(call, *result, TOLERANCE[BF16], want)
 
 
 @st.composite
@@ -177,9 +221,9 @@ def test_compiled_code_calls_it_and_replays_in_a_graph() -> None:
 def test_eager_code_calls_it_and_it_stands_aside_where_it_must(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
 
-    def counted(call: AttentionCall, tile: TileConfig, launch: Any) -> Any:
+    def counted(call: AttentionCall, tile: TileConfig, launch: Any, units: int) -> Any:
         calls.append(call.query.shape[0])
-        return hopper_prefill(call, tile, launch)
+        return hopper_prefill(call, tile, launch, units)
 
     monkeypatch.setattr(hopper.hopper_prefill, "hopper_prefill", counted)
     large, small = large_call(), build(CASE, "cuda")

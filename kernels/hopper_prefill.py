@@ -25,13 +25,17 @@ _BOX_DIMS = 64
 _MOST_ROWS = 2**31 - 1  # coordinates of a copy are signed 32-bit numbers
 
 
-def hopper_prefill(call: AttentionCall, config: TileConfig, launch: Launcher) -> tuple[Tensor, Tensor]:
+def hopper_prefill(
+    call: AttentionCall, config: TileConfig, launch: Launcher, units: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Attention of packed query tokens, for calls that :func:`misfit` has nothing against.
 
     Args:
         call: a call with ``cu_seqlens_q`` on real tensors: their addresses go into TMA descriptors.
         config: ``block_m`` is 128; ``block_n`` keys a tile; ``num_stages`` buffers of K and of V.
         launch: see :data:`tcport.kernels.call.Launcher`.
+        units: multiprocessors. Where there is work for each more than twice, one CTA on each takes block after block;
+            else, and where it is None, every block gets a CTA of its own.
 
     Returns:
         As :func:`tcport.kernels.triton_decode.paged_decode`.
@@ -50,7 +54,10 @@ def hopper_prefill(call: AttentionCall, config: TileConfig, launch: Launcher) ->
     keys, values = Matrix.of(k), Matrix.of(v)
     # Every sequence may begin a block of its own, and so may the rows before and behind all sequences.
     blocks = num_tokens // (BLOCK_M // group) + call.seq_lens.shape[0] + 2
-    launch(hopper_attention_kernel)[(blocks * num_kv_heads,)](
+    items = blocks * num_kv_heads
+    multiplying, fetching = registers(dim)
+    shared_out = units is not None and items > 2 * units
+    launch(hopper_attention_kernel)[(units if shared_out else items,)](
         keys=_descriptor(k, keys, box),
         values=_descriptor(v, values, box),
         query=query,
@@ -59,6 +66,9 @@ def hopper_prefill(call: AttentionCall, config: TileConfig, launch: Launcher) ->
         cu_seqlens_q=cu_seqlens_q,
         out=out,
         lse=lse if call.return_lse else None,
+        # Of each launch's own: launches may be under way together, on several streams or in graphs that are replayed.
+        counter=(query.new_zeros if shared_out else query.new_empty)(1, dtype=torch.int32),
+        items=items,
         num_seqs=call.seq_lens.shape[0],
         num_tokens=num_tokens,
         sign=float((call.scale > 0) - (call.scale < 0)),
@@ -84,9 +94,20 @@ def hopper_prefill(call: AttentionCall, config: TileConfig, launch: Launcher) ->
         BOX=box,
         STAGES=config.num_stages,
         CAUSAL=call.causal,
+        MULTIPLYING=multiplying,
+        FETCHING=fetching,
         num_warps=4,
     )
     return out, lse
+
+
+def registers(dim: int) -> tuple[int, int]:
+    """Registers of a thread that multiplies and of one of the four warps around the one that fetches.
+
+    A CTA of three groups of four warps has 168 for each thread, which the groups deal out anew. What multiplies holds
+    more with 256 dims; what fetches has the pages of three tiles at hand, which are fewer then.
+    """
+    return (232, 40) if dim > 128 else (216, 72)
 
 
 def misfit(call: AttentionCall) -> str | None:

@@ -50,7 +50,7 @@ def hopper_attention(spec: AttentionSpec, profile: DeviceProfile) -> Answer:
     def run(call: AttentionCall, launch: Launcher) -> tuple[Tensor, Tensor]:
         if is_traced(launch):
             return _call_twin(call, getattr(launch, "terms", Terms()))
-        return hopper_prefill.hopper_prefill(call, tile, launch)
+        return hopper_prefill.hopper_prefill(call, tile, launch, units)
 
     return Candidate("hopper_prefill", "tuned", run, tile, why=_WHY, aside=lambda call: _misfit(call, units))
 
@@ -137,13 +137,14 @@ def _run_twin(
 ) -> tuple[Tensor, Tensor]:
     call = AttentionCall.of(*args, **options)
     profile = device_profile(call.query.device)
-    if _misfit(call, profile.compute_units or 1) is not None:
+    units = profile.compute_units or 1
+    if _misfit(call, units) is not None:
         # Down the chain, past this kernel and past what has failed on this device, as far as the options allow.
         if kernels or strict:
             return torch.ops.tcport.paged_attention_on_terms.default(*args, **options, kernels=kernels, strict=strict)
         return torch.ops.tcport.paged_attention.default(*args, **options)
     tile = hopper_tiles_of(int(call.query.shape[2]), profile).configs[0]
-    return hopper_prefill.hopper_prefill(call, tile, lambda kernel: kernel)
+    return hopper_prefill.hopper_prefill(call, tile, lambda kernel: kernel, units)
 
 
 _POSITIONAL = ("query", "k_cache", "v_cache", "block_table", "seq_lens", "cu_seqlens_q")

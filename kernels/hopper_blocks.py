@@ -1,0 +1,127 @@
+# type: ignore  (device code: Gluon's language, which type checkers take for Python)
+"""The blocks of the Hopper kernel: in which order they are taken, whose rows they are, what those see, who is told.
+
+A block is a sequence's next ``TOKENS`` tokens, all query heads of one KV head. Blocks are numbered as in
+:mod:`tcport.kernels.triton_attention`; with the KV heads they are the items that CTAs take.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+TOLD = gl.constexpr(32)  # numbers for each block that is told of, one for each thread of a warp; six are used
+_SEGMENTS_AT_ONCE = gl.constexpr(256)
+
+
+@gluon.jit
+def block_in_turn(turn, blocks, from_both_ends):
+    """The block that is taken as number ``turn``.
+
+    Late blocks of a causal sequence are the heavy ones: from the end, they are started first, and light ones fill the
+    gaps of the last. With ``from_both_ends`` every third comes from the beginning, so that single tokens there, which
+    wait for memory, and prompts behind them, which multiply, are under way together on different multiprocessors.
+    """
+    return gl.where(
+        from_both_ends & (turn % 3 == 2), turn // 3, blocks - 1 - turn + gl.where(from_both_ends, turn // 3, 0)
+    )
+
+
+@gluon.jit
+def begins_with_few(batch, FEW: gl.constexpr):
+    """Whether the first of several sequences has ``FEW`` query tokens or fewer."""
+    cu_seqlens_q, cu_stride, _, _, num_seqs, _ = batch
+    several = num_seqs > 1
+    first = gl.load(cu_seqlens_q, mask=several, other=0).to(gl.int32)
+    second = gl.load(cu_seqlens_q + gl.where(several, cu_stride, 0), mask=several, other=0).to(gl.int32)
+    return several & (second - first <= FEW)
+
+
+@gluon.jit
+def find_tokens(block, batch, TOKENS: gl.constexpr):
+    """The sequence of a block (-1 and B for the rows before and behind all), the block's first token, and the
+    sequence's end and length.
+
+    All comes out of the loads that count the sequences, begin and end as the last offset at or before the block and the
+    first behind it: loads by the sequence's number would wait for them.
+    """
+    cu_seqlens_q, cu_stride, seq_lens, lens_stride, num_seqs, num_tokens = batch
+    layout: gl.constexpr = gl.BlockedLayout([_SEGMENTS_AT_ONCE // 32], [32], [gl.num_warps()], [0])
+    segments = block * 0
+    seq_begin = segments
+    seq_end = segments + num_tokens
+    seq_len = segments
+    for first in range(0, num_seqs + 2, _SEGMENTS_AT_ONCE):
+        segment = first + gl.arange(0, _SEGMENTS_AT_ONCE, layout=layout)
+        offset = segment - 1
+        known = (offset >= 0) & (offset <= num_seqs)
+        opens = gl.load(cu_seqlens_q + offset.to(gl.int64) * cu_stride, mask=known, other=0).to(gl.int32)
+        length = gl.load(seq_lens + offset.to(gl.int64) * lens_stride, mask=known & (offset < num_seqs), other=0)
+        before = known & (opens // TOKENS + segment <= block)
+        more = gl.sum(before.to(gl.int32), 0)
+        segments += more
+        seq_begin = gl.maximum(seq_begin, gl.max(gl.where(before, opens, 0), 0))
+        seq_end = gl.minimum(seq_end, gl.min(gl.where(known & (before == 0), opens, num_tokens), 0))
+        # The block's own segment is the last that opens at or before it: its number is how many do.
+        own = gl.max(gl.where(before & (segment == segments), length.to(gl.int32), 0), 0)
+        seq_len = gl.where(more > 0, own, seq_len)
+    return segments - 1, seq_begin + (block - seq_begin // TOKENS - segments) * TOKENS, seq_end, seq_len
+
+
+@gluon.jit
+def visible(position, seq_len, window, CAUSAL: gl.constexpr):
+    """Half-open interval of the keys that a query at ``position`` sees."""
+    begin = position * 0
+    end = begin + seq_len
+    if CAUSAL:
+        end = gl.minimum(end, position + 1)
+    if window is not None:
+        begin = gl.maximum(begin, position - window + 1)
+    return begin, end
+
+
+@gluon.jit
+def span(block, window, BLOCK_N: gl.constexpr, BOX: gl.constexpr, CAUSAL: gl.constexpr):
+    """Of the keys that some row of a block sees: where its tiles start, which is where a box does, the first and the
+    end; the interval that every row sees; and the number of tiles."""
+    count, _, first_position, seq_len, _, _ = block
+    begin, full_end = visible(first_position, seq_len, window, CAUSAL)
+    full_begin, end = visible(first_position + count - 1, seq_len, window, CAUSAL)
+    start = begin // BOX * BOX
+    return start, begin, end, full_begin, full_end, gl.maximum(gl.cdiv(end - start, BLOCK_N), 0)
+
+
+@gluon.jit
+def tell(telling, number, block):
+    """Tell both groups of block ``number`` when they have read the one before the last; a count of 0: there is none."""
+    told, ready, free = telling
+    count, first_token, first_position, seq_len, kv_head, seq = block
+    slot = number % 2
+    mbarrier.wait(free.index(slot), (number // 2 & 1) ^ 1)
+    at = gl.arange(0, TOLD, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    numbers = gl.where(at == 0, count, gl.where(at == 1, first_token, gl.where(at == 2, first_position, 0)))
+    numbers = gl.where(at == 3, seq_len, gl.where(at == 4, kv_head, gl.where(at == 5, seq, numbers)))
+    told.index(slot).store(numbers)
+    mbarrier.arrive(ready.index(slot))
+
+
+@gluon.jit
+def heard(telling, number):
+    """Block ``number``: its tokens, the first of them and that one's position, the sequence's length, KV head and
+    sequence."""
+    told, ready, free = telling
+    slot = number % 2
+    mbarrier.wait(ready.index(slot), number // 2 & 1)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    numbers = told.index(slot).load(layout)
+    at = gl.arange(0, TOLD, layout=layout)
+    mbarrier.arrive(free.index(slot))
+    return (
+        gl.sum(gl.where(at == 0, numbers, 0), 0),
+        gl.sum(gl.where(at == 1, numbers, 0), 0),
+        gl.sum(gl.where(at == 2, numbers, 0), 0),
+        gl.sum(gl.where(at == 3, numbers, 0), 0),
+        gl.sum(gl.where(at == 4, numbers, 0), 0),
+        gl.sum(gl.where(at == 5, numbers, 0), 0),
+    )
