@@ -92,7 +92,7 @@ def test_a_forced_kernel_that_is_not_for_a_call_is_an_error_with_its_reason(leve
         with pytest.raises(NoCandidateError) as refused:
             run(*arguments(*FEW))
         assert refused.value.cause == (
-            "No kernel takes this paged_attention call: hopper_prefill [tuned] 128x128 w4 st2: 86 rows of 2 "
+            "No kernel takes this paged_attention call: hopper_prefill [tuned] 128x128 w4 st4: 86 rows of 2 "
             "sequences: under 64 each, tiles are mostly empty."
         )
         assert refused.value.remedy == "Drop the option 'kernel' to allow other kernels."

@@ -132,7 +132,7 @@ def test_no_device_gets_a_tile_that_it_has_no_room_for(shared: int, threads: int
         tiles = ()
     # Queries, two buffers of K and of V with 64 keys each, and a result on its way out.
     least = 128 * dim * 2 + 2 * 2 * 64 * dim * 2 + max(128 * dim, 16384) + 768
-    per_thread = 24 + 64 / 2 + dim / 2 + 64 / 2
+    per_thread = 16 + 64 / 2 + dim / 2 + 64 / 2
     assert bool(tiles) == (shared >= least and threads >= 384 and registers >= per_thread)
     for tile in tiles:
         assert shared > 128 * dim * 2 + 2 * tile.num_stages * tile.block_n * dim * 2

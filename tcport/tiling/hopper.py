@@ -30,7 +30,7 @@ _SHARED = Formula(
 # Two groups of four warps, and four for the one that fetches: registers are dealt out to four warps at a time.
 _THREADS = Formula("threads of a CTA", Integer(3 * WARPS * 32))
 # A thread of a group holds half a row's share of logits and result, and the weights of two tiles at 16 bits.
-_REGISTERS = Formula("registers of a multiplying thread", 24 + _BN / 2 + _DIM / 2 + 2 * _BN / 4)
+_REGISTERS = Formula("registers of a multiplying thread", 16 + _BN / 2 + _DIM / 2 + 2 * _BN / 4)
 
 
 def rank_hopper_tiles(spec: AttentionSpec, profile: DeviceProfile) -> Ranking:
