@@ -87,7 +87,7 @@ def hopper_attention_kernel(
     query_tiles = gl.allocate_shared_memory(dtype, [2, ROWS, DIM], operand)
     key_boxes = gl.allocate_shared_memory(dtype, [STAGES * BOXES, BOX, BOX_DIMS], operand)
     value_boxes = gl.allocate_shared_memory(dtype, [STAGES * BOXES, BOX, BOX_DIMS], operand)
-    told = gl.allocate_shared_memory(gl.int32, [2, TOLD], flat)
+    told = gl.allocate_shared_memory(gl.int32, [2 * TOLD, 1], flat)
     key_ready, key_free = _barriers(STAGES)
     value_ready, value_free = _barriers(STAGES)
     told_ready, told_free = _barriers(2)

@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-TOLD = gl.constexpr(32)  # numbers for each block that is told of, one for each thread of a warp; six are used
+TOLD = gl.constexpr(5)  # numbers of a block that are told of
 _SEGMENTS_AT_ONCE = gl.constexpr(256)
 
 
@@ -85,7 +85,7 @@ def visible(position, seq_len, window, CAUSAL: gl.constexpr):
 def span(block, window, BLOCK_N: gl.constexpr, BOX: gl.constexpr, CAUSAL: gl.constexpr):
     """Of the keys that some row of a block sees: where its tiles start, which is where a box does, the first and the
     end; the interval that every row sees; and the number of tiles."""
-    count, _, first_position, seq_len, _, _ = block
+    count, _, first_position, seq_len, _ = block
     begin, full_end = visible(first_position, seq_len, window, CAUSAL)
     full_begin, end = visible(first_position + count - 1, seq_len, window, CAUSAL)
     start = begin // BOX * BOX
@@ -96,32 +96,27 @@ def span(block, window, BLOCK_N: gl.constexpr, BOX: gl.constexpr, CAUSAL: gl.con
 def tell(telling, number, block):
     """Tell both groups of block ``number`` when they have read the one before the last; a count of 0: there is none."""
     told, ready, free = telling
-    count, first_token, first_position, seq_len, kv_head, seq = block
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     slot = number % 2
     mbarrier.wait(free.index(slot), (number // 2 & 1) ^ 1)
-    at = gl.arange(0, TOLD, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    numbers = gl.where(at == 0, count, gl.where(at == 1, first_token, gl.where(at == 2, first_position, 0)))
-    numbers = gl.where(at == 3, seq_len, gl.where(at == 4, kv_head, gl.where(at == 5, seq, numbers)))
-    told.index(slot).store(numbers)
+    for field in gl.static_range(TOLD):
+        told.index(slot * TOLD + field).store(gl.full([1], 0, gl.int32, layout) + block[field])
     mbarrier.arrive(ready.index(slot))
 
 
 @gluon.jit
 def heard(telling, number):
-    """Block ``number``: its tokens, the first of them and that one's position, the sequence's length, KV head and
-    sequence."""
+    """Block ``number``: its tokens, the first of them and that one's position, the sequence's length, the KV head."""
     told, ready, free = telling
     slot = number % 2
     mbarrier.wait(ready.index(slot), number // 2 & 1)
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    numbers = told.index(slot).load(layout)
-    at = gl.arange(0, TOLD, layout=layout)
+    block = ()
+    for field in gl.static_range(TOLD):
+        block += (_number(told.index(slot * TOLD + field)),)
     mbarrier.arrive(free.index(slot))
-    return (
-        gl.sum(gl.where(at == 0, numbers, 0), 0),
-        gl.sum(gl.where(at == 1, numbers, 0), 0),
-        gl.sum(gl.where(at == 2, numbers, 0), 0),
-        gl.sum(gl.where(at == 3, numbers, 0), 0),
-        gl.sum(gl.where(at == 4, numbers, 0), 0),
-        gl.sum(gl.where(at == 5, numbers, 0), 0),
-    )
+    return block
+
+
+@gluon.jit
+def _number(place):
+    return gl.sum(place.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)

@@ -14,6 +14,7 @@ from tcport.kernels.gluon_names import copy_box
 from tcport.kernels.hopper_blocks import begins_with_few, block_in_turn, find_tokens, span, tell
 
 BOX_DIMS = gl.constexpr(64)  # of 16-bit numbers: the 128 bytes of a swizzled row of shared memory
+_TAKEN_AHEAD = gl.constexpr(4)  # tiles; not more, for who takes late takes what others have no time for
 
 
 @gluon.jit
@@ -22,83 +23,96 @@ def fetch(
     NUM_KV_HEADS: gl.constexpr, TOKENS: gl.constexpr, PAGE_SIZE: gl.constexpr, DIM: gl.constexpr,
     BLOCK_N: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Take block after block, tell of each, and ask for its boxes.
+    """Take block after block, tell of each, and ask for its boxes as buffers become free.
 
-    A CTA's first block is that of its number. Those behind are dealt out as CTAs ask: blocks differ, and so does how
-    fast multiprocessors are served, so that shares which are fixed before leave some of them idle at the end.
+    Keys go one tile ahead of values, as they are multiplied one tile ahead: those of a tile are freed together with the
+    values of the tile before. Page ids go one tile ahead of keys, so that no copy waits for them, and the next block is
+    taken some tiles before it is fetched. Boxes behind the last visible key fetch that key's box once more: a tile is
+    always the same number of bytes, and table entries that hold no visible key are not read.
     """
+    key_ready, key_free, value_ready, value_free = barriers
     both_ends = begins_with_few(batch, TOKENS // 2)
     done = items * 0  # tiles of the blocks before
     number = done  # of blocks told of
-    item = gl.program_id(0)
-    while item < items:
-        kv_head = item % NUM_KV_HEADS
-        turn = block_in_turn(item // NUM_KV_HEADS, items // NUM_KV_HEADS, both_ends)
-        seq, first_token, seq_end, seq_len = find_tokens(turn, batch, TOKENS)
-        count = gl.minimum(seq_end - first_token, TOKENS)
-        if count > 0:
-            block = (count, first_token, seq_len - seq_end + first_token, seq_len, kv_head, seq)
-            tell(telling, number, block)
-            number += 1
-            start, _, end, _, _, tiles = span(block, window, BLOCK_N, BOX, CAUSAL)
-            if tiles > 0:
-                _fetch_block(
-                    keys, values, boxes, barriers, (start, end, tiles), done,
-                    (table[0] + seq.to(gl.int64) * table[1], table[2]),
-                    (key_place[0], kv_head * key_place[1], kv_head * key_place[2]),
-                    (value_place[0], kv_head * value_place[1], kv_head * value_place[2]),
-                    PAGE_SIZE, DIM, BLOCK_N, BOX, STAGES,
+    block, seq = _taken(gl.program_id(0), counter, items, batch, both_ends, NUM_KV_HEADS, TOKENS)
+    while block[0] > 0:
+        tell(telling, number, block)
+        number += 1
+        start, _, end, _, _, tiles = span(block, window, BLOCK_N, BOX, CAUSAL)
+        last = (end - 1) // BOX * BOX
+        of_seq = (table[0] + seq.to(gl.int64) * table[1], table[2])
+        of_keys = (key_place[0], block[4] * key_place[1], block[4] * key_place[2])
+        of_values = (value_place[0], block[4] * value_place[1], block[4] * value_place[2])
+        if tiles > 0:
+            pages = _load_pages(of_seq, start, last, PAGE_SIZE, BLOCK_N, BOX)
+            next_pages = _load_pages(of_seq, start + BLOCK_N, last, PAGE_SIZE, BLOCK_N, BOX)
+            stage = done % STAGES
+            mbarrier.wait(key_free.index(stage), (done // STAGES & 1) ^ 1)
+            _fetch_tile(
+                keys, boxes[0], key_ready.index(stage), stage, pages, start, last, of_keys,
+                PAGE_SIZE, DIM, BLOCK_N, BOX,
+            )  # fmt: skip
+            for tile in range(tiles):
+                first = start + tile * BLOCK_N
+                now = done + tile
+                after = now + 1
+                if tile + 1 < tiles:
+                    stage = after % STAGES
+                    mbarrier.wait(key_free.index(stage), (after // STAGES & 1) ^ 1)
+                    _fetch_tile(
+                        keys, boxes[0], key_ready.index(stage), stage, next_pages, first + BLOCK_N, last, of_keys,
+                        PAGE_SIZE, DIM, BLOCK_N, BOX,
+                    )  # fmt: skip
+                later_pages = _load_pages(of_seq, first + 2 * BLOCK_N, last, PAGE_SIZE, BLOCK_N, BOX)
+                stage = now % STAGES
+                mbarrier.wait(value_free.index(stage), (now // STAGES & 1) ^ 1)
+                _fetch_tile(
+                    values, boxes[1], value_ready.index(stage), stage, pages, first, last, of_values,
+                    PAGE_SIZE, DIM, BLOCK_N, BOX,
                 )  # fmt: skip
-                done += tiles
-        item = items
-        if items > gl.num_programs(0):
-            item = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
-    nothing = items * 0
-    tell(telling, number, (nothing, nothing, nothing, nothing, nothing, nothing))
+                pages = next_pages
+                next_pages = later_pages
+                if tile == gl.maximum(tiles - _TAKEN_AHEAD, 0):
+                    # While what has been asked for is multiplied: behind the last tile nothing would be on its way.
+                    block, seq = _taken(
+                        _next_item(counter, items), counter, items, batch, both_ends, NUM_KV_HEADS, TOKENS
+                    )
+            done += tiles
+        else:
+            block, seq = _taken(_next_item(counter, items), counter, items, batch, both_ends, NUM_KV_HEADS, TOKENS)
+    tell(telling, number, block)
 
 
 @gluon.jit
-def _fetch_block(
-    keys, values, boxes, barriers, extent, done, table, key_place, value_place,
-    PAGE_SIZE: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """Ask for the boxes of every tile of a block as buffers become free; ``done`` tiles have gone through them before.
+def _taken(item, counter, items, batch, both_ends, NUM_KV_HEADS: gl.constexpr, TOKENS: gl.constexpr):
+    """The block of an item, or of the next that has rows, and its sequence; a count of 0: no items are left."""
+    block, seq = _block_of(item, items, batch, both_ends, NUM_KV_HEADS, TOKENS)
+    while (block[0] == 0) & (item < items):
+        item = _next_item(counter, items)
+        block, seq = _block_of(item, items, batch, both_ends, NUM_KV_HEADS, TOKENS)
+    return block, seq
 
-    Keys go one tile ahead of values, as they are multiplied one tile ahead: those of a tile are freed together with the
-    values of the tile before. Page ids go one tile ahead of keys, so that no copy waits for them. Boxes behind the last
-    visible key fetch that key's box once more: a tile is always the same number of bytes, and table entries that hold
-    no visible key are not read.
+
+@gluon.jit
+def _next_item(counter, items):
+    """A CTA's first item is that of its number. Those behind are dealt out as CTAs ask.
+
+    Blocks differ, and so does how fast multiprocessors are served: shares that are fixed before leave some idle at the
+    end.
     """
-    key_ready, key_free, value_ready, value_free = barriers
-    start, end, tiles = extent
-    last = (end - 1) // BOX * BOX
-    pages = _load_pages(table, start, last, PAGE_SIZE, BLOCK_N, BOX)
-    next_pages = _load_pages(table, start + BLOCK_N, last, PAGE_SIZE, BLOCK_N, BOX)
-    stage = done % STAGES
-    mbarrier.wait(key_free.index(stage), (done // STAGES & 1) ^ 1)
-    _fetch_tile(
-        keys, boxes[0], key_ready.index(stage), stage, pages, start, last, key_place, PAGE_SIZE, DIM, BLOCK_N, BOX
-    )
-    for tile in range(tiles):
-        first = start + tile * BLOCK_N
-        now = done + tile
-        after = now + 1
-        if tile + 1 < tiles:
-            stage = after % STAGES
-            mbarrier.wait(key_free.index(stage), (after // STAGES & 1) ^ 1)
-            _fetch_tile(
-                keys, boxes[0], key_ready.index(stage), stage, next_pages, first + BLOCK_N, last, key_place,
-                PAGE_SIZE, DIM, BLOCK_N, BOX,
-            )  # fmt: skip
-        later_pages = _load_pages(table, first + 2 * BLOCK_N, last, PAGE_SIZE, BLOCK_N, BOX)
-        stage = now % STAGES
-        mbarrier.wait(value_free.index(stage), (now // STAGES & 1) ^ 1)
-        _fetch_tile(
-            values, boxes[1], value_ready.index(stage), stage, pages, first, last, value_place,
-            PAGE_SIZE, DIM, BLOCK_N, BOX,
-        )  # fmt: skip
-        pages = next_pages
-        next_pages = later_pages
+    item = items
+    if items > gl.num_programs(0):
+        item = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
+    return item
+
+
+@gluon.jit
+def _block_of(item, items, batch, both_ends, NUM_KV_HEADS: gl.constexpr, TOKENS: gl.constexpr):
+    """An item's block, as it is told of, and its sequence; a count of 0 where no rows are there, or no such item."""
+    turn = block_in_turn(item // NUM_KV_HEADS, items // NUM_KV_HEADS, both_ends)
+    seq, first_token, seq_end, seq_len = find_tokens(turn, batch, TOKENS)
+    count = gl.where(item < items, gl.maximum(gl.minimum(seq_end - first_token, TOKENS), 0), 0)
+    return (count, first_token, seq_len - seq_end + first_token, seq_len, item % NUM_KV_HEADS), seq
 
 
 @gluon.jit

@@ -90,7 +90,7 @@ def _bring_queries(
 @gluon.jit
 def _rows(block, group: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr, layout: gl.constexpr):
     """Token and query head of a group's rows, and whether there are such; of a row that is not there, another's."""
-    count, first_token, _, _, kv_head, _ = block
+    count, first_token, _, _, kv_head = block
     row = group * ROWS + gl.arange(0, ROWS, layout=layout)
     token = (first_token + gl.maximum(gl.minimum(row // GROUP, count - 1), 0)).to(gl.int64)
     return token, kv_head * GROUP + row % GROUP, (row // GROUP < count) & (row < TOKENS * GROUP)
@@ -124,7 +124,7 @@ def _attend(
     key_ready, key_free, value_ready, value_free = barriers
     key_tiles = _as_tiles(boxes[0], STAGES, BLOCK_N, DIM)
     value_tiles = _as_tiles(boxes[1], STAGES, BLOCK_N, DIM)
-    count, _, first_position, seq_len, _, _ = block
+    count, _, first_position, seq_len, _ = block
     start, begin, _, full_begin, full_end, _ = span(block, window, BLOCK_N, BOX, CAUSAL)
     row = group * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, logit_layout))
     position = first_position + gl.minimum(row // GROUP, count - 1)
