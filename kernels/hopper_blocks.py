@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 TOLD = gl.constexpr(5)  # numbers of a block that are told of
-_SEGMENTS_AT_ONCE = gl.constexpr(256)
+_SEGMENTS_AT_ONCE = gl.constexpr(128)
 
 
 @gluon.jit

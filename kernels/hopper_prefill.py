@@ -107,7 +107,7 @@ def registers(dim: int) -> tuple[int, int]:
     A CTA of three groups of four warps has 168 for each thread, which the groups deal out anew. What multiplies holds
     more with 256 dims; what fetches has the pages of three tiles at hand, which are fewer then.
     """
-    return (232, 40) if dim > 128 else (224, 56)
+    return (232, 40) if dim > 128 else (216, 72)
 
 
 def misfit(call: AttentionCall) -> str | None:
