@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import types
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,9 @@ from tcport.errors import KernelBuildError, NoCandidateError, NoTileError
 from tcport.ir import AttentionSpec, KVLayout, TileConfig
 from tcport.kernels import reference, triton_prefill
 from tcport.kernels.call import AttentionCall
-from tcport.kernels.hopper_prefill import Matrix, box_keys, misfit
+from tcport.kernels.hopper_blocks import block_in_turn
+from tcport.kernels.hopper_prefill import Matrix, box_keys, hopper_prefill, misfit
+from tcport.kernels.offline import record
 from tcport.lowering import hopper
 from tcport.lowering.registry import select
 from tcport.lowering.spec import attention_spec, opened
@@ -252,6 +256,35 @@ def test_what_it_stands_aside_for_goes_down_the_chain_past_what_has_failed(
     failed = [step.kernel.split()[0] for step in history.fallbacks()[steps:]]
     assert set(failed) == {"triton_prefill"}  # each tile once, and the kernel that stood aside not at all
     assert len(failed) == len(tried) == len(set(tried))
+
+
+@given(blocks=st.integers(1, 200), both_ends=st.booleans())
+def test_every_block_is_taken_once_heavy_ones_first(blocks: int, both_ends: bool) -> None:
+    """Device code, which is arithmetic on numbers here: from the end, or every third from the beginning."""
+    known = {"gl": types.SimpleNamespace(where=lambda which, a, b: a if which else b)}
+    in_turn = types.FunctionType(block_in_turn.fn.__code__, known)
+    taken = [in_turn(turn, blocks, both_ends) for turn in range(blocks)]
+    assert sorted(taken) == list(range(blocks))
+    light = taken[2::3] if both_ends else []
+    assert light == list(range(len(light)))
+    assert [block for block in taken if block not in light] == list(range(blocks - 1, len(light) - 1, -1))
+
+
+@pytest.mark.parametrize(("units", "ctas"), [(None, 152), (76, 152), (75, 75), (1, 1)])
+def test_ctas_are_as_many_as_blocks_or_as_multiprocessors_where_those_have_much_to_do(
+    units: int | None, ctas: int
+) -> None:
+    # 448 tokens of 4 heads each are 14 blocks of 128 rows; three sequences and the rows around them may begin one each.
+    asked = call((100, 300, 70), (100, 300, 12))
+    asked = dataclasses.replace(asked, query=torch.zeros(448, 32, 64, dtype=torch.bfloat16))
+    tile = rank_hopper_tiles(spec(64), H200).configs[0]
+    (launch,) = record(functools.partial(hopper_prefill, units=units), asked, tile)
+    assert launch.grid == (ctas,)
+    assert launch.arguments["items"] == 152
+    counter = launch.arguments["counter"]
+    assert (counter.shape, counter.dtype) == ((1,), torch.int32)
+    if ctas < 152:
+        assert counter.item() == 0
 
 
 def test_addresses_that_tma_does_not_take() -> None:
