@@ -88,18 +88,37 @@ def interpreted() -> dict[str, Callable[[], None]]:
     }
 
 
-def compile_for(target: str, dtype: torch.dtype, *case: Any) -> None:
+def compile_for(target: str, dtype: torch.dtype, *case: Any, traced: bool = False) -> Any:
     from triton.backends.compiler import GPUTarget
 
     from tcport.kernels.offline import compile_launch, record
+    from tcport.kernels.target import targeting
     from tcport.kernels.triton_rope import rope_and_write
 
-    (launch,) = record(rope_and_write, problem(dtype, *case))  # type: ignore[arg-type]
-    assert compile_launch(launch, GPUTarget(*TARGETS[target])).metadata.shared <= 4096  # what threads exchange
+    gpu = GPUTarget(*TARGETS[target])
+    with targeting(gpu):
+        (launch,) = record(rope_and_write, problem(dtype, *case), traced=traced)  # type: ignore[arg-type]
+    assert launch.options.get("launch_pdl", False) == (target == "sm_90" and not traced)
+    made = compile_launch(launch, gpu)
+    assert made.metadata.shared <= 4096  # what threads exchange
+    return made
+
+
+def it_waits_before_it_reads_or_writes() -> None:
+    """``griddepcontrol.wait`` stands before all memory in eager launches; PTX has it from sm_90 on."""
+    sizes = (128, False, True, True, (32, 8))
+    before, after = compile_for("sm_90", torch.bfloat16, *sizes).asm["ptx"].split("griddepcontrol.wait")
+    assert "ld.global" not in before
+    assert "st.global" not in before
+    assert "griddepcontrol.launch_dependents" not in before
+    assert "ld.global" in after
+    assert "st.global" in after
+    for target, traced in (("sm_80", False), ("sm_90", True)):
+        assert "griddepcontrol" not in compile_for(target, torch.bfloat16, *sizes, traced=traced).asm["ptx"]
 
 
 def compiled() -> dict[str, Callable[[], None]]:
-    return {
+    return {"it waits before it reads or writes": it_waits_before_it_reads_or_writes} | {
         f"{name}, {target}": functools.partial(compile_for, target, dtype, max(128, case[0]), *case[1:])
         for name, case in CASES.items()
         for target, dtype in (("sm_80", torch.float16), ("sm_90", torch.bfloat16), ("gfx942", torch.bfloat16))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import rope_kernel_checks
 import torch
@@ -66,3 +68,43 @@ def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
 
     call = rope_kernel_checks.problem(dtype, *rope_kernel_checks.CASES[name], device="cuda")
     rope_kernel_checks.check(call, lambda call: rope_and_write(call, lambda kernel: kernel))
+
+
+@pytest.mark.gpu
+def test_overlapped_launches_wait_for_what_they_read() -> None:
+    """Each call turns the query that the one before left, and moves rows of the cache that it wrote: as if waited for.
+
+    Eagerly and in a graph.
+    """
+    from tcport.kernels.triton_rope import rope_and_write
+
+    call = rope_kernel_checks.problem(torch.bfloat16, 128, False, True, False, (32, 8), device="cuda")
+    caches = call.k_cache, call.v_cache
+    before = [cache.clone() for cache in caches]
+    # No other kernel stands between two calls: five rows go from the first slots to slots from 8 on, and back.
+    rows = [[cache.flatten(0, 1)[first : first + 5] for cache in caches] for first in (0, 8)]
+    slots = [torch.arange(5, device="cuda") + first for first in (8, 0)]
+
+    def chained(wait: bool) -> list[Tensor]:
+        for cache, old in zip(caches, before, strict=True):
+            cache.copy_(old)
+        query = call.query
+        for turn in range(20):
+            write = WriteCall(*rows[turn % 2], *caches, slots[turn % 2])
+            query = rope_and_write(dataclasses.replace(call, query=query, write=write), lambda kernel: kernel)
+            if wait:
+                torch.cuda.synchronize()
+        return [query, *(cache.clone() for cache in caches)]
+
+    expected = chained(wait=True)
+    assert all(each.isfinite().all() for each in expected)
+    assert all(map(torch.equal, chained(wait=False), expected))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chained(wait=False)
+    for _ in range(3):
+        for each in captured:
+            each.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(map(torch.equal, captured, expected))

@@ -1,4 +1,9 @@
-"""Query-key norm, rotary embedding and cache write in one kernel; meaning in :mod:`tcport.kernels.rope`."""
+"""Query-key norm, rotary embedding and cache write in one kernel; meaning in :mod:`tcport.kernels.rope`.
+
+Where the GPU can, an eager launch overlaps the end of the kernel before it (CUDA's programmatic dependent launch): its
+programs touch no memory before all of that kernel has ended and its writes are visible (``griddepcontrol.wait``), and
+only then let the next launch begin, so no two after each other are both under way, but for a start that waits.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tcport.kernels.call import Launcher
+from tcport.kernels.call import Launcher, is_traced
 from tcport.kernels.rope import RopeWriteCall
+from tcport.kernels.target import overlaps_launches
 from tcport.kernels.triton_arguments import padded, strides
 
 VALUES = 4096
@@ -16,7 +22,11 @@ VALUES = 4096
 
 
 def rope_and_write(call: RopeWriteCall, launch: Launcher) -> Tensor:
-    """One program per token and block of heads: of the query, into the result; of key and value, into the caches."""
+    """One program per token and block of heads: of the query, into the result; of key and value, into the caches.
+
+    Programs of a token follow each other in one dimension of the grid, so that they read its angles, and its row of the
+    projection that query, key and value are parts of, at about the same time.
+    """
     query, write = call.query, call.write
     tokens, query_heads, dim = query.shape[0], int(query.shape[1]), int(query.shape[2])
     kv_heads, value_dim = int(write.k_cache.shape[2]), int(write.v_cache.shape[3])
@@ -25,7 +35,8 @@ def rope_and_write(call: RopeWriteCall, launch: Launcher) -> Tensor:
     block_kv = _block(kv_heads, 2 * max(2 * block_half, block_v))
     blocks = triton.cdiv(query_heads, block_q) + triton.cdiv(kv_heads, block_kv)
     out = torch.empty((tokens, query_heads, dim), dtype=query.dtype, device=query.device)
-    launch(rope_and_write_kernel)[(torch.sym_max(tokens, 1), blocks)](
+    overlapped = not is_traced(launch) and overlaps_launches(query.device)  # Inductor launches one after the other
+    launch(rope_and_write_kernel)[(torch.sym_max(tokens, 1) * blocks,)](
         query=query,
         key=write.key,
         value=write.value,
@@ -61,7 +72,9 @@ def rope_and_write(call: RopeWriteCall, launch: Launcher) -> Tensor:
         BLOCK_HALF=block_half,
         BLOCK_V=block_v,
         INTERLEAVED=call.interleaved,
+        OVERLAPPED=overlapped,
         num_warps=4,
+        **({"launch_pdl": True} if overlapped else {}),
     )
     return out
 
@@ -122,10 +135,15 @@ def rope_and_write_kernel(
     BLOCK_HALF: tl.constexpr,
     BLOCK_V: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
-    token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    live = token < tokens
+    if OVERLAPPED:
+        tl.extra.cuda.gdc_wait()  # type: ignore[attr-defined]
+        tl.extra.cuda.gdc_launch_dependents()  # type: ignore[attr-defined]
     QUERY_BLOCKS: tl.constexpr = (QUERY_HEADS + BLOCK_Q - 1) // BLOCK_Q
+    BLOCKS: tl.constexpr = QUERY_BLOCKS + (KV_HEADS + BLOCK_KV - 1) // BLOCK_KV
+    token, block = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(0) % BLOCKS
+    live = token < tokens
     cos_row, sin_row = cos + token * cos_stride_token, sin + token * sin_stride_token
     pair = tl.arange(0, BLOCK_HALF).to(tl.int64)[None, :]
     first, second = (pair * 2, pair * 2 + 1) if INTERLEAVED else (pair, pair + HALF)
