@@ -1,9 +1,9 @@
 """Launches of Triton kernels from generated code, without what is the same at every launch.
 
-Before each launch Inductor's ``CachingAutotuner.run`` asks whether the kernel is to be tuned, dumped or benchmarked,
-and names an allocator of scratch memory; its launcher then packs all arguments for the hooks of a profiler, of which
-there are mostly none. All that takes longer than the launch. After a kernel's first launch, generated code calls a
-function that does the rest of it, and goes back to Inductor's own while a profiler, a debug mode or a hook is on.
+Before each launch (in torch 2.13, before the first) Inductor's ``CachingAutotuner.run`` asks whether the kernel is to
+be tuned, dumped or benchmarked, and names an allocator of scratch memory; its launcher then packs all arguments for
+the hooks of a profiler, of which there are mostly none. After a kernel's first launch, generated code calls a function
+that does the rest of it, and goes back to Inductor's own while a profiler, a debug mode or a hook is on.
 
 Kernels that Inductor writes itself have a shorter path of torch's own, and keep it.
 """
