@@ -15,13 +15,15 @@ from tcport.kernels.call import AttentionCall, Launcher
 BLOCK_M = 128
 """Query rows of a CTA: 64, the height of a wgmma, for each of the two groups of warps."""
 
+WARPS = 4
+"""Of either group. The first is the one that a launch names; the kernel starts the others."""
+
 SMALLEST_BOX = 8
 """Keys: rows of the pattern in which the 128 bytes of a row are swizzled."""
 
 ALIGNMENT = 16
 """Bytes, of what TMA takes for addresses and strides."""
 
-_BOX_DIMS = 64
 _MOST_ROWS = 2**31 - 1  # coordinates of a copy are signed 32-bit numbers
 
 
@@ -96,7 +98,7 @@ def hopper_prefill(
         CAUSAL=call.causal,
         MULTIPLYING=multiplying,
         FETCHING=fetching,
-        num_warps=4,
+        num_warps=WARPS,
     )
     return out, lse
 
@@ -181,5 +183,7 @@ def _descriptor(cache: Tensor, matrix: Matrix, box: int) -> Any:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+    from tcport.kernels.hopper_fetch import BOX_DIMS
+
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    return TensorDescriptor(cache, [matrix.rows, matrix.columns], [matrix.stride, 1], [box, _BOX_DIMS], layout)
+    return TensorDescriptor(cache, [matrix.rows, matrix.columns], [matrix.stride, 1], [box, BOX_DIMS.value], layout)

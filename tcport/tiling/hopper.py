@@ -9,14 +9,11 @@ from sympy import Integer, Max
 from tcport.device.profile import DeviceProfile
 from tcport.errors import NoTileError
 from tcport.ir import AttentionSpec, TileConfig
-from tcport.kernels.hopper_prefill import registers
+from tcport.kernels.hopper_prefill import BLOCK_M, WARPS, registers
 from tcport.tiling.constraints import Constraint
 from tcport.tiling.formula import Formula, size
 from tcport.tiling.limits import limits_of
 from tcport.tiling.optimizer import Ranking
-
-BLOCK_M, WARPS = 128, 4
-"""Rows of a CTA, and the warps of the first of its two groups, which starts the others."""
 
 _BN, _STAGES, _DIM = size("block_n"), size("stages"), size("dim")
 
