@@ -181,10 +181,12 @@ def _copy(buffer: _Buffers, at: Pointer, mask: Values) -> None:
 
 
 def _assembly(text: str, constraints: str, operands: list[Values], **_: Any) -> Values:
-    """``prmt`` of two registers, ``lop3`` as and-or with two constants, ``fma`` of pairs times one (PTX ISA)."""
+    """``prmt`` of two registers, ``lop3`` as and-or with two constants, ``fma`` of pairs times one; barrier (PTX)."""
     name, *parts = text.replace(",", " ").strip(" ;").split()
     if name == "{" and (parts[5], parts[6]) in (("0x3f803f80;", "fma.rn.bf16x2"), ("0x3c003c00;", "fma.rn.f16x2")):
         return operands[0] + operands[1]
+    if name == "bar.warp.sync":
+        return operands[0]
     bits = [operand.of.long() & 0xFFFFFFFF for operand in operands]
     if name == "prmt.b32":
         taken = [int(digit, 16) for digit in reversed(parts[-1].removeprefix("0x"))]

@@ -31,6 +31,15 @@ SHAPES: dict[str, tuple[Any, ...]] = {
         FewRowsTile(16, 1, 1, 2, True),
     ),
     "all words on their way from the start": (8, 1024, 32, 128, None, FewRowsTile(4, 1, 1, 2)),
+    "later words before a product": (8, 1536, 40, 128, torch.int8, FewRowsTile(2, 1, ahead=2, early=True)),
+    "later words before a product, staged": (
+        13,
+        1792,
+        70,
+        128,
+        torch.int32,
+        FewRowsTile(2, 2, staged=True, early=True),
+    ),
     "more on their way than there is": (9, 256, 70, 128, torch.int32, FewRowsTile(4, 2, 1, 3)),
     "two blocks of rows, no zero points": (20, 640, 96, 640, None, FewRowsTile(4, 1, 2, 1)),
 }

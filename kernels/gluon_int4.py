@@ -8,6 +8,7 @@ its words is :mod:`tcport.kernels.gluon_int4_product`.
 
 ptxas moves loads down to where their values are used, but not into a loop of unknown length. So words are loaded in
 front of such a loop, and each step hands the words of those behind it on, and loads those that are ``AHEAD`` of it.
+Where all steps' words are loaded in front there is no loop.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ def few_rows_matmul(
         AHEAD=min(tile.ahead, steps),
         STAGED=tile.staged,
         OVERLAPPED=overlapped,
+        EARLY=tile.early,
         num_warps=tile.warps_k * tile.warps_n,
         **({"launch_pdl": True} if overlapped else {}),
     )
@@ -170,6 +172,7 @@ def few_rows_matmul_kernel(
     AHEAD: gl.constexpr,
     STAGED: gl.constexpr,
     OVERLAPPED: gl.constexpr,
+    EARLY: gl.constexpr,
 ):
     """Strides of the weights are compiled in, as their shape is: addresses are then a register and a known distance."""
     BLOCK_N: gl.constexpr = 32 * WARPS_N * BLOCKS
@@ -184,10 +187,6 @@ def few_rows_matmul_kernel(
     SUMS: gl.constexpr = sums_layout(BLOCK_M, WARPS_K, WARPS_N, BLOCKS)
     # 64 bytes of a row change places with its number: eight threads, of two rows, meet in all banks.
     STAGE: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 2, [2, 1, 0])
-    if OVERLAPPED:
-        gdc_wait()
-        gdc_launch_dependents()
-
     first_row, first_column = gl.program_id(0) * BLOCK_M, gl.program_id(1) * BLOCK_N
     row = first_row + gl.arange(0, BLOCK_M, gl.SliceLayout(0, gl.SliceLayout(2, X_LOADS)))[None, :][:, :, None]
     x_k = (gl.arange(0, SLICES, gl.SliceLayout(1, gl.SliceLayout(2, X_LOADS))) * 64)[:, None][:, :, None]
@@ -200,6 +199,9 @@ def few_rows_matmul_kernel(
     k = (gl.arange(0, WARPS_K, gl.SliceLayout(1, GROUPS)) * 128)[:, None]
     in_group = first_column + gl.arange(0, BLOCK_N, gl.SliceLayout(0, GROUPS))[None, :]
 
+    if OVERLAPPED:  # behind what needs no memory
+        gdc_wait()
+        gdc_launch_dependents()
     a, scale, zero, words = (), (), (), ()
     if STAGED:
         stage = gl.allocate_shared_memory(gl.int32, [STEPS * WARPS_K // SLICES, SLICES, BLOCK_M, 64], STAGE)
@@ -229,36 +231,56 @@ def few_rows_matmul_kernel(
     x_at += AHEAD * (STEP // 2) * x_stride_dim
     word_at += AHEAD * (STEP // 8) * packed_stride_word
     k += AHEAD * STEP
-    for step in range(0, steps):
-        now = stage.index(step).load(X) if STAGED else a[0]
-        total = add_product(total, now, words[0], scale[0], zero[0], out.dtype.element_ty, WARPS_K, WARPS_N, BLOCKS)
-        if AHEAD == STEPS and STEPS > 1:
-            # All is there from the start, and handed round: what no step changes would be moved out of the loop.
-            scale, zero, words = scale[1:] + (scale[0],), zero[1:] + (zero[0],), words[1:] + (words[0],)
-            if not STAGED:
-                a = a[1:] + (a[0],)
-        else:
+    if AHEAD == STEPS:  # all is there from the start
+        for step in gl.static_range(STEPS):
+            now = stage.index(step).load(X) if STAGED else a[step]
+            total = add_product(
+                total, now, words[step], scale[step], zero[step], out.dtype.element_ty, WARPS_K, WARPS_N, BLOCKS
+            )
+    else:
+        for step in range(0, steps):
+            if not EARLY:
+                now = stage.index(step).load(X) if STAGED else a[0]
+                total = add_product(
+                    total, now, words[0], scale[0], zero[0], out.dtype.element_ty, WARPS_K, WARPS_N, BLOCKS
+                )
             later = (step + AHEAD) * STEP
-            scale = scale[1:] + (
+            scale = scale + (
                 _of_groups(scales, k, in_group, scales_stride_group, scales_stride_column, DEPTH, WIDTH, GROUP),
             )
-            zero = zero[1:] + (
+            zero = zero + (
                 _of_groups(zeros, k, in_group, zeros_stride_group, zeros_stride_column, DEPTH, WIDTH, GROUP),
             )
             if not STAGED:
                 mask = (row < rows) & (x_k + later // 2 < DEPTH // 2)
-                a = a[1:] + (gl.load(x_at, mask=mask, other=0),)
+                a = a + (gl.load(x_at, mask=mask, other=0),)
             there = (word_k + later < DEPTH) & (column < WIDTH)
-            words = words[1:] + (_of_words(word_at, there, packed_stride_word),)
+            words = words + (_of_words(word_at, there, packed_stride_word),)
             x_at += STEP // 2 * x_stride_dim
             word_at += STEP // 8 * packed_stride_word
             k += STEP
+            if EARLY:
+                _loads_stay_in_front(k)
+                now = stage.index(step).load(X) if STAGED else a[0]
+                total = add_product(
+                    total, now, words[0], scale[0], zero[0], out.dtype.element_ty, WARPS_K, WARPS_N, BLOCKS
+                )
+            scale, zero, words = scale[1:], zero[1:], words[1:]
+            if not STAGED:
+                a = a[1:]
 
     result = gl.sum(gl.convert_layout(as_outputs(total, WARPS_K, WARPS_N, BLOCKS), SUMS), 0)
     out_column = first_column + gl.arange(0, BLOCK_N, gl.SliceLayout(1, gl.SliceLayout(0, SUMS)))[:, None]
     out_row = first_row + gl.arange(0, BLOCK_M, gl.SliceLayout(0, gl.SliceLayout(0, SUMS)))[None, :]
     out_at = out + out_row.to(gl.int64) * WIDTH + out_column
     gl.store(out_at, result.to(out.dtype.element_ty), mask=(out_row < rows) & (out_column < WIDTH))
+
+
+@gluon.jit
+def _loads_stay_in_front(any_int):
+    """ptxas moves no load over a barrier; one of a warp costs least."""
+    PIN: gl.constexpr = "bar.warp.sync 0xffffffff; mov.b32 $0, 0;"
+    gl.inline_asm_elementwise(PIN, "=r,r", [any_int], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -27,6 +27,7 @@ class FewRowsTile:
         ahead: steps whose words are in registers or on their way there.
         staged: whether all that the program needs of ``x`` is copied to shared memory first.
         overlapped: whether its launch begins while the kernel before it runs, where the GPU can.
+        early: whether a step that loads later words does so before it multiplies.
     """
 
     warps_k: int = 4
@@ -35,6 +36,7 @@ class FewRowsTile:
     ahead: int = 1
     staged: bool = False
     overlapped: bool = False
+    early: bool = False
 
     @property
     def block_n(self) -> int:
