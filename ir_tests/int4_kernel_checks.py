@@ -67,7 +67,7 @@ def interpreted() -> dict[str, Callable[[], None]]:
     }
 
 
-SHARED = {"sm_80": 163 * 1024, "sm_86": 99 * 1024, "sm_90": 227 * 1024, "gfx942": 64 * 1024}
+SHARED = {"sm_80": 163 * 1024, "sm_86": 99 * 1024, "sm_89": 99 * 1024, "sm_90": 227 * 1024, "gfx942": 64 * 1024}
 """Bytes that a program can have, by the vendors' programming guides."""
 
 
@@ -110,6 +110,7 @@ def compile_few_rows_for(target: str, dtype: torch.dtype, rows: int, depth: int,
     assert len(loads) >= 4 * tile.blocks * (ahead + (ahead < tile.steps(depth)))
     assert ("cp.async.cg.shared.global [" in ptx) == tile.staged
     assert ("griddepcontrol.wait" in ptx) == (tile.overlapped and target == "sm_90")
+    assert ("bar.warp.sync" in ptx) == (tile.early and ahead < tile.steps(depth))
 
 
 def compiled() -> dict[str, Callable[[], None]]:
@@ -123,7 +124,12 @@ def compiled() -> dict[str, Callable[[], None]]:
             ("sm_86", torch.float16, 8, 1536, 2720, 84),
             ("sm_90", torch.bfloat16, 16, 512, 16960, 132),
             ("sm_90", torch.bfloat16, 1, 14336, 96, 132),
+            ("sm_89", torch.float16, 8, 4096, 14336, 58),
+            ("sm_89", torch.bfloat16, 16, 4096, 14336, 58),
+            ("sm_90", torch.bfloat16, 8, 4096, 14336, 132),
             ("sm_90", torch.float16, 16, 4096, 14336, 132),
+            ("sm_90", torch.bfloat16, 32, 4096, 14336, 132),
+            ("sm_90", torch.bfloat16, 16, 4096, 4096, 132),
             ("sm_90", torch.bfloat16, 16, 14336, 4096, 132),
             ("sm_90", torch.bfloat16, 16, 4096, 6144, 132),
         )

@@ -66,32 +66,46 @@ def rows_at_once(rows: int) -> int:
 def few_rows_tile(rows: int, depth: int, width: int, units: int | None, shared: int) -> FewRowsTile:
     """The tile for a matmul of few rows on a GPU.
 
-    A program has 16 warps, with words on their way that fill the registers, so an SM holds one. It gets as few columns
-    as leave no SM a second one; where the widest leave some, there are many.
+    A thread has up to 128 registers, mostly for words on their way, so an SM holds 16 warps. They are one program's
+    where the programs get an SM each, else those of two programs that need no loop, or of four with fewer warps: SMs
+    that are done begin others sooner then. ``x`` is staged where shared memory holds a program's rows, but not for 16
+    rows that need no loop: each step then waits for its own, not for all.
 
-    On an H200, for 4096 x 4096, 4096 x 14336 and 14336 x 4096 weights, up to 8 rows and 16, each was the fastest of
-    those timed that share no column between programs, or within 4% of it. Wide programs were not faster for overlapped
-    launches. Those of 64 columns, and more rows than 16, were not timed.
+    On an H200, for 4096 x 4096, 4096 x 14336 and 14336 x 4096 weights with 1, 8 and 16 rows, and 32 of the second, each
+    was the fastest of those timed behind their like; the reasons given were not measured. Programs of 64 columns, and
+    those of two blocks for deeper weights, were not timed beside others.
 
     Args:
         rows: of ``x``. depth: weights of a column. width: columns.
         units: SMs; None: unknown.
         shared: bytes of shared memory that a program can have.
     """
-    few, most = rows <= 8, units or 0
-    blocks = max(1, -(-rows // rows_at_once(rows)))
-    if blocks * -(-width // 32) <= most:
-        tile = FewRowsTile(warps_k=16, ahead=2, staged=True, overlapped=True)
-    elif blocks * -(-width // 64) <= most:
-        tile = FewRowsTile(warps_k=8, warps_n=2, ahead=2, staged=True)
-    elif few:
-        return FewRowsTile(warps_k=8, warps_n=2, blocks=2)
-    else:
-        tile = FewRowsTile(warps_k=4, warps_n=4, ahead=2, staged=True)
-    if tile.shared_bytes(rows, depth) <= shared:
-        return tile
-    # Registers then hold rows of ``x``, too, and words of one step.
-    return dataclasses.replace(tile, staged=False, ahead=1)
+    few = rows <= 8
+    alone = (units or 0) // max(1, -(-rows // rows_at_once(rows)))  # blocks of columns whose programs get an SM each
+
+    def fits(tile: FewRowsTile) -> bool:
+        return tile.shared_bytes(rows, depth) <= shared
+
+    if -(-width // 32) <= alone:
+        in_registers = FewRowsTile(warps_k=16, overlapped=True, early=few)
+        if in_registers.steps(depth) <= 2:
+            in_registers = dataclasses.replace(in_registers, ahead=2)
+            if not few:
+                return in_registers
+        staged = dataclasses.replace(in_registers, ahead=2, staged=True)
+        return staged if fits(staged) else in_registers
+    if -(-width // 64) <= alone:
+        staged = FewRowsTile(warps_k=8, warps_n=2, ahead=2, staged=True)
+        return staged if fits(staged) else dataclasses.replace(staged, staged=False, ahead=1)
+    if few:
+        at_once = FewRowsTile(warps_k=8, ahead=4, overlapped=True)
+        masked = width % at_once.block_n != 0  # masks, and loads of less than 16 bytes, take too many registers
+        loop = masked or at_once.steps(depth) > at_once.ahead
+        return FewRowsTile(warps_k=8, warps_n=2, blocks=2) if loop else at_once
+    staged = FewRowsTile(warps_k=4, warps_n=4, staged=True, early=True)
+    if -(-width // staged.block_n) <= alone and fits(staged):
+        return staged
+    return FewRowsTile(warps_k=4, overlapped=True, early=True)
 
 
 def w4a16_matmul(
