@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +20,7 @@ from triton.knobs import HookChain
 
 from tcport._inductor.blame import failed_kernel
 from tcport._inductor.launch import launching_directly, launching_nothing, with_short_launches
+from tcport.failures import cause_of
 
 GRID = {"grid_type": "FixedGrid", "fixed_grid": ["n", "_grid_1", "2"], "kernel_name": "attend"}
 
@@ -26,7 +28,7 @@ GRID = {"grid_type": "FixedGrid", "fixed_grid": ["n", "_grid_1", "2"], "kernel_n
 class Passing:
     """A launcher that does as those of Triton's backends: it puts its arguments into another order."""
 
-    def __init__(self, launch: Callable[..., None]) -> None:
+    def __init__(self, launch: Callable[..., Any]) -> None:
         self.launch, self.overlapped, self.scratch = launch, True, 0
 
     def __call__(self, x: Any, y: Any, z: Any, stream: Any, function: Any, *args: Any) -> None:
@@ -42,6 +44,36 @@ class Fresh(Passing):
 class Computing(Passing):
     def __call__(self, x: Any, y: Any, z: Any, stream: Any, function: Any, *args: Any) -> None:
         self.launch(stream, (x + 0, y, z), function, *args)
+
+
+class Scaling(Passing):
+    """Its function is one in C, as Triton's."""
+
+    def __call__(self, x: Any, y: Any, *args: Any) -> None:
+        self.launch(y, x)
+
+
+class Comparing(Passing):
+    def __call__(self, x: Any, y: Any, z: Any, stream: Any, function: Any, *args: Any) -> None:
+        if x == 0:
+            return
+        self.launch(stream, (x, y, z), function, *args)
+
+
+class Choosing(Passing):
+    def __call__(self, x: Any, y: Any, z: Any, stream: Any, function: Any, *args: Any) -> None:
+        self.launch(stream, (max(x, y), y, z), function, *args)
+
+
+class Preferring(Passing):
+    def __call__(self, x: Any, y: Any, z: Any, stream: Any, function: Any, *args: Any) -> None:
+        self.launch(stream, (x or 1, y, z), function, *args)
+
+
+class Insisting(Passing):
+    def __call__(self, x: Any, y: Any, z: Any, stream: Any, function: Any, *args: Any) -> None:
+        assert isinstance(x, int)
+        self.launch(stream, (x, y, z), function, *args)
 
 
 class Kernel:
@@ -176,6 +208,60 @@ def test_a_direct_launch_that_fails_names_its_kernel() -> None:
     with pytest.raises(RuntimeError, match="invalid argument") as caught:
         kernel("q", 4, 5, stream=0)
     assert failed_kernel(caught.value) == ("attend", "[{}]")
+
+
+def test_whatever_the_driver_refuses_with_is_a_failed_launch() -> None:
+    """As a grid beyond 32 bits, of which Triton's function, in C, says no more than this one."""
+    kernel = Kernel(Scaling(math.ldexp))
+    kernel("q", 3, 5, stream=0)
+    with pytest.raises(OverflowError) as caught:
+        kernel("q", 2**31, 5, stream=0)
+    assert cause_of(caught.value) == "launch"
+    assert failed_kernel(caught.value) == ("attend", "[{}]")
+
+
+def test_what_a_hook_raises_is_no_failed_launch(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*args: Any, **kwargs: Any) -> None:
+        raise ValueError("mine")
+
+    for n in (3, 4):
+        kernel("q", n, 5, stream=0)
+    kernel.enter.add(print)
+    monkeypatch.setattr(CachingAutotuner, "run", run)
+    with pytest.raises(ValueError, match="mine") as caught:
+        kernel("q", 5, 5, stream=0)
+    assert cause_of(caught.value) is None
+
+
+@pytest.mark.parametrize("form", [Comparing, Choosing, Preferring, Insisting])
+@pytest.mark.parametrize("n", [0, 4, 7])
+def test_a_launcher_that_decides_by_its_arguments_decides_each_time(
+    form: type[Passing], n: int, launched: list[tuple[Any, ...]]
+) -> None:
+    kernel = Kernel(form(lambda *args: launched.append(args)))
+    kernel("q", 3, 5, stream=0)
+    kernel("q", n, 5, stream=0)
+    wanted = {Comparing: n, Choosing: max(n, 5), Preferring: n or 1, Insisting: n}[form]
+    assert [args[1] for args in launched[1:]] == ([] if form is Comparing and n == 0 else [(wanted, 5, 2)])
+
+
+def test_a_launcher_s_names_are_none_of_the_launch_s(launched: list[tuple[Any, ...]]) -> None:
+    class Named(Passing):
+        kernel: Any
+        options: Any
+        watched: Any
+        none: Any
+
+        def __call__(self, *args: Any) -> None:
+            self.launch(self.kernel, self.options, self.watched, self.none, *args)
+
+    runner = Named(lambda *args: launched.append(args))
+    own = {"kernel": ["kernel"], "options": ["options"], "watched": ["watched"], "none": ["none"]}
+    vars(runner).update(own)
+    kernel = Kernel(runner)
+    for n in (3, 4):
+        kernel("q", n, 5, stream=0)
+    assert [list(args[:4]) for args in launched] == [list(own.values())] * 2
 
 
 @pytest.mark.parametrize("form", [Fresh, Computing])

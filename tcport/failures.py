@@ -49,6 +49,7 @@ _BUILD = re.compile(
 )
 _COMPILERS = ("triton.compiler", "triton.backends", "triton.runtime.errors")
 _TOOLS = ("triton.runtime.build", "triton.runtime.cache")
+_DIRECT = "tcport._inductor.launch.direct"
 
 
 def cause_of(error: BaseException) -> Cause | None:
@@ -70,7 +71,7 @@ def cause_of(error: BaseException) -> Cause | None:
         return "toolchain"
     if _RESOURCES.search(text):
         return "resources"
-    if _LAUNCH.search(text):
+    if _LAUNCH.search(text) or any(_refused_at_launch(e) for e in chain):
         return "launch"
     if _BUILD.search(text) or any(_raised_in(e, _COMPILERS) for e in chain):
         return "build"
@@ -150,3 +151,9 @@ def _raised_in(error: BaseException, modules: tuple[str, ...]) -> bool:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     names = [type(error).__module__, *(frame.f_globals.get("__name__", "") for frame in frames)]
     return any(name.startswith(modules) for name in names)
+
+
+def _refused_at_launch(error: BaseException) -> bool:
+    """Whether a driver's function raised it that compiled code calls: whatever else is called there has frames."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and frames[-1].f_globals.get("__name__") == _DIRECT

@@ -26,10 +26,14 @@ from torch.utils._debug_mode import get_active_debug_mode
 KERNEL = "_tcport_kernel"
 """The global of such a function that holds its kernel."""
 _SHORT = "tcport_short_launch"
+_MODULE = "tcport._inductor.launch.direct"
+"""Where such functions say they are from: what a driver refuses has no frame of Triton's (:mod:`tcport.failures`)."""
 _CALLED_WITH = ("grid_0", "grid_1", "grid_2", "stream", "function", "metadata")
 _HOOKS = ("launch_enter_hook", "launch_exit_hook")
-_OF_TEXTS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What a launcher may raise that does more with its arguments, here texts, than to pass them on."""
+_NOT_PASSED_ON = (
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError,
+)  # fmt: skip
+"""What a launcher may raise that does more with its arguments than to pass them on, where they are but texts."""
 _prepared_kernels: weakref.WeakSet[CachingAutotuner] = weakref.WeakSet()
 
 
@@ -117,11 +121,11 @@ def _short_launch(
     if not all(hasattr(scope[hook], "calls") for hook in _HOOKS) or _has_scratch(scope["bin"].metadata):
         return None
     grid = GridExpr.from_meta(result.inductor_meta, result.config)
-    own = {**scope, "_tcport_run": CachingAutotuner.run, "_tcport_watched": _watched}
+    own = {**scope, "__name__": _MODULE, "_tcport_autotuner": CachingAutotuner, "_tcport_watched": _watched}
     given, hooked = ", ".join(names), " or ".join(f"{hook}.calls" for hook in _HOOKS)
     body = [
         f"if _tcport_options or {hooked} or _tcport_watched():",
-        f"    return _tcport_run({KERNEL}, {given}, stream=stream, **_tcport_options)",
+        f"    return _tcport_autotuner.run({KERNEL}, {given}, stream=stream, **_tcport_options)",
         *grid.prefix,
         *(f"grid_{axis} = {size}" for axis, size in enumerate((grid.x_grid, grid.y_grid, grid.z_grid))),
         _call((*_CALLED_WITH, "None", "None", "None", *runner_args[place + 3 :]), own),
@@ -141,10 +145,10 @@ def _call(texts: Sequence[str], names: dict[str, Any]) -> str:
     calls: list[tuple[Any, ...]] = []
     if launch is not None:
         runner.launch = lambda *args: calls.append(args)
-        with contextlib.suppress(*_OF_TEXTS):
+        with contextlib.suppress(*_NOT_PASSED_ON):
             runner(*map(_Text, texts))
     if len(calls) == 1:
-        constants = {"_tcport_none": None, **{f"_tcport_{name}": value for name, value in vars(runner).items()}}
+        constants = {"_tcport_none": None, **{f"_tcport_its_{name}": value for name, value in vars(runner).items()}}
         written = [_written(value, constants) for value in calls[0]]
         if None not in written:
             names.update(constants, _tcport_launch=launch)
@@ -152,14 +156,25 @@ def _call(texts: Sequence[str], names: dict[str, Any]) -> str:
     return f"runner({', '.join(texts)})"
 
 
-class _Text(str):
-    """An argument that stands for what it says."""
+class _Text:
+    """An argument as text. Whoever asks for its value is refused: the answer would hold for every launch."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __bool__(self) -> bool:
+        raise TypeError(f"{self.text} has no value yet")
+
+    def __eq__(self, other: object) -> bool:
+        raise TypeError(f"{self.text} has no value yet")
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def _written(value: Any, constants: Mapping[str, Any]) -> str | None:
     """A value that was passed on, as text; None where it is no argument and no constant."""
-    if isinstance(value, _Text):
-        return value
+    if type(value) is _Text:
+        return value.text
     for name, constant in constants.items():
         if value is constant:
             return name
