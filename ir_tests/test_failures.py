@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from triton.knobs import HookChain
 
 from tcport.errors import KernelLaunchError
 from tcport.failures import cause_of, cause_within, class_name, first_line, raise_if_sticky
@@ -92,3 +93,20 @@ def test_an_attribute_named_like_that_of_wrapped_errors_may_be_anything() -> Non
     for error in (Odd("odd"), Worded("worded"), given):
         assert cause_within(error) == "build"
         assert (class_name(error), first_line(error)) == (type(error).__name__, str(error))
+
+
+def test_what_a_hook_of_the_users_raises_is_no_fault_of_the_kernel() -> None:
+    """Triton's launcher calls hooks; whatever else is raised beneath it is about the kernel."""
+
+    def mine(*args: object) -> None:
+        raise ValueError("mine")
+
+    hooks = HookChain()
+    hooks.add(mine)
+    driver = {"__name__": "triton.backends.nvidia.driver"}
+    exec("def launch(called): called()", driver)
+    for called, cause in ((hooks, None), (mine, "build")):
+        with pytest.raises(ValueError, match="mine") as caught:
+            driver["launch"](called)  # type: ignore[operator]
+        assert cause_of(caught.value) == cause
+        assert cause_within(caught.value) == cause

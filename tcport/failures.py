@@ -55,8 +55,9 @@ _DIRECT = "tcport._inductor.launch.direct"
 def cause_of(error: BaseException) -> Cause | None:
     """Why the kernel that raised ``error`` cannot be had here; None when the error says nothing about the kernel.
 
-    None covers errors in the call itself, memory that ran out, and plain bugs: another kernel would meet them too, or
-    would hide them. It covers the last word of a chain within the kernel, too, which has named its own.
+    None covers errors in the call itself and in hooks of the user's, memory that ran out, and plain bugs: another
+    kernel would meet them too, or would hide them. It covers the last word of a chain within the kernel, too, which has
+    named its own.
     """
     chain = list(causes(error))
     if _ran_out_of_memory(error):
@@ -71,7 +72,11 @@ def cause_of(error: BaseException) -> Cause | None:
         return "toolchain"
     if _RESOURCES.search(text):
         return "resources"
-    if _LAUNCH.search(text) or any(_refused_at_launch(e) for e in chain):
+    if _LAUNCH.search(text):
+        return "launch"
+    if _raised_by_hook(error):
+        return None
+    if any(_refused_at_launch(e) for e in chain):
         return "launch"
     if _BUILD.search(text) or any(_raised_in(e, _COMPILERS) for e in chain):
         return "build"
@@ -82,10 +87,11 @@ def cause_within(error: BaseException) -> Cause | None:
     """Why a kernel of a chain is left that raised ``error`` while it ran, or was traced.
 
     As :func:`cause_of`; a plain bug is the kernel's own here, since a call is checked before its chain is walked, and
-    counts as a kernel that was not built right. None: the call itself is wrong after all, or memory ran out.
+    counts as a kernel that was not built right. None: the call itself is wrong after all, memory ran out, or a hook of
+    the user's raised.
     """
     cause = cause_of(error)
-    if cause is None and own_error(error) is None and not _ran_out_of_memory(error):
+    if cause is None and own_error(error) is None and not _ran_out_of_memory(error) and not _raised_by_hook(error):
         return "build"
     return cause
 
@@ -151,6 +157,12 @@ def _raised_in(error: BaseException, modules: tuple[str, ...]) -> bool:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     names = [type(error).__module__, *(frame.f_globals.get("__name__", "") for frame in frames)]
     return any(name.startswith(modules) for name in names)
+
+
+def _raised_by_hook(error: BaseException) -> bool:
+    """Whether what Triton calls at launches or compiles for someone else, such as a profiler, raised it."""
+    frames = (frame for e in causes(error) for frame, _ in traceback.walk_tb(e.__traceback__))
+    return any(f.f_globals.get("__name__") == "triton.knobs" and f.f_code.co_name == "__call__" for f in frames)
 
 
 def _refused_at_launch(error: BaseException) -> bool:
