@@ -46,29 +46,22 @@ def fetch(
         if tiles > 0:
             pages = _load_pages(of_seq, start, last, PAGE_SIZE, BLOCK_N, BOX)
             next_pages = _load_pages(of_seq, start + BLOCK_N, last, PAGE_SIZE, BLOCK_N, BOX)
-            stage = done % STAGES
-            mbarrier.wait(key_free.index(stage), (done // STAGES & 1) ^ 1)
             _fetch_tile(
-                keys, boxes[0], key_ready.index(stage), stage, pages, start, last, of_keys,
-                PAGE_SIZE, DIM, BLOCK_N, BOX,
+                keys, boxes[0], key_ready, key_free, done, pages, start, last, of_keys,
+                PAGE_SIZE, DIM, BLOCK_N, BOX, STAGES,
             )  # fmt: skip
             for tile in range(tiles):
                 first = start + tile * BLOCK_N
                 now = done + tile
-                after = now + 1
                 if tile + 1 < tiles:
-                    stage = after % STAGES
-                    mbarrier.wait(key_free.index(stage), (after // STAGES & 1) ^ 1)
                     _fetch_tile(
-                        keys, boxes[0], key_ready.index(stage), stage, next_pages, first + BLOCK_N, last, of_keys,
-                        PAGE_SIZE, DIM, BLOCK_N, BOX,
+                        keys, boxes[0], key_ready, key_free, now + 1, next_pages, first + BLOCK_N, last, of_keys,
+                        PAGE_SIZE, DIM, BLOCK_N, BOX, STAGES,
                     )  # fmt: skip
                 later_pages = _load_pages(of_seq, first + 2 * BLOCK_N, last, PAGE_SIZE, BLOCK_N, BOX)
-                stage = now % STAGES
-                mbarrier.wait(value_free.index(stage), (now // STAGES & 1) ^ 1)
                 _fetch_tile(
-                    values, boxes[1], value_ready.index(stage), stage, pages, first, last, of_values,
-                    PAGE_SIZE, DIM, BLOCK_N, BOX,
+                    values, boxes[1], value_ready, value_free, now, pages, first, last, of_values,
+                    PAGE_SIZE, DIM, BLOCK_N, BOX, STAGES,
                 )  # fmt: skip
                 pages = next_pages
                 next_pages = later_pages
@@ -128,16 +121,18 @@ def _load_pages(table, start, last, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constex
 
 @gluon.jit
 def _fetch_tile(
-    cache, boxes, ready, stage, pages, start, last, place,
-    PAGE_SIZE: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr, BOX: gl.constexpr,
+    cache, boxes, ready, free, number, pages, start, last, place,
+    PAGE_SIZE: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Ask for one tile: the left halves of its boxes one behind the other, then the right ones."""
+    """Ask for tile ``number`` of the CTA when its buffer is free: left halves of all boxes, then the right ones."""
     page_rows, head_rows, head_dims = place
     PARTS: gl.constexpr = BLOCK_N // BOX
     HALVES: gl.constexpr = DIM // BOX_DIMS
-    mbarrier.expect(ready, BLOCK_N * DIM * 2)
+    stage = number % STAGES
+    mbarrier.wait(free.index(stage), (number // STAGES & 1) ^ 1)
+    mbarrier.expect(ready.index(stage), BLOCK_N * DIM * 2)
     for part in gl.static_range(PARTS):
         at = pages[part] * page_rows + head_rows + gl.minimum(start + part * BOX, last) % PAGE_SIZE
         for half in gl.static_range(HALVES):
             box = boxes.index((stage * HALVES + half) * PARTS + part)
-            copy_box(cache, [at, head_dims + half * BOX_DIMS], ready, box)
+            copy_box(cache, [at, head_dims + half * BOX_DIMS], ready.index(stage), box)
