@@ -139,12 +139,29 @@ def bf16_queries_of_any_size() -> None:
     check(call, *paged_decode(call, NARROW, lambda kernel: kernel), 4e-3)
 
 
+def equal_logits_in_splits(size: float) -> None:
+    """Keys that weigh the same, whatever their logit and whichever split they are in: splits of unequal numbers."""
+    from tcport.kernels.triton_decode import paged_decode
+    from tcport.kernels.triton_prefill import paged_prefill
+
+    one, three = dataclasses.replace(NARROW, num_splits=3), dataclasses.replace(WIDE, num_splits=3)
+    parts = dataclasses.replace(BROAD, parts=2)
+    for case, tile in ((DECODE, one), (VARLEN, three), (LONG, parts)):
+        call = build(case.with_options(causal=False))
+        keys = torch.where(call.k_cache.isnan(), call.k_cache, 1.0)
+        call = dataclasses.replace(call, query=torch.full_like(call.query, size), k_cache=keys)
+        entry = paged_decode if call.cu_seqlens_q is None else paged_prefill
+        check(call, *entry(call, tile, lambda kernel: kernel), 1e-6)
+
+
 def checks() -> dict[str, Callable[[], None]]:
     table: dict[str, Callable[[], None]] = {
         name: functools.partial(attention, *row) for name, row in attention_cases().items()
     }
     table["any batch"] = any_batch
     table["bf16 queries of any size"] = bf16_queries_of_any_size
+    for size in (1.0, 1e3, -1e3, 1e7, 1e30, -1e30):
+        table[f"equal logits in splits, queries of {size:g}"] = functools.partial(equal_logits_in_splits, size)
     for dtype in (torch.float64, torch.float32, torch.float16, torch.int8, *FP8):
         scales = "none" if dtype.itemsize > 1 else "token"
         table[f"write {dtype}"] = functools.partial(write, dtype, scales, "interleaved")

@@ -4,11 +4,13 @@
 Program ``(x, y)`` handles one KV head (x, fastest, so that neighbours read neighbouring heads of a page), one block of
 query rows (x) and one split of the keys (y). Without ``cu_seqlens_q`` a block is the one token of one sequence;
 with it, up to ``BLOCK_M // GROUP`` tokens of one sequence, found on the device. Results of split y go
-to slice y of ``out [splits, T, Hq, Dv]`` and ``lse [splits, T, Hq]``, both contiguous.
+to slice y of ``out [splits, T, Hq, Dv]`` and ``lse [splits, T, Hq]``, both contiguous. Where ``lse`` is int64, each
+word is what :mod:`tcport.kernels.triton_partial` makes of a softmax; where it is fp32, it is the LSE.
 
 With ``parts`` the device cuts the keys of one-token sequences by their lengths, which no host reads: x names one part
 of one sequence (:mod:`tcport.kernels.triton_parts`). A sequence of one part goes to ``out`` and ``lse``, the parts of
-others to row x of ``part_out [P, Hq, Dv]`` and ``part_lse [P, Hq]``; ``parts [B, 2]`` takes first and number of each.
+others to row x of ``part_out [P, Hq, Dv]`` and ``part_softmax [P, Hq]``, int64; ``parts [B, 2]`` takes first and number
+of each.
 """
 
 from __future__ import annotations
@@ -16,9 +18,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tcport.kernels.triton_partial import lse_of, pack_softmax
 from tcport.kernels.triton_parts import part_length, parts_of, visible_tiles
 from tcport.kernels.triton_span import main_span, split_span, visible_range
-from tcport.kernels.triton_tile import LN2, LOG2E, attend, finish, load_query, to_fp16
+from tcport.kernels.triton_tile import LOG2E, attend, finish, load_query, to_fp16
 
 _SEGMENTS_AT_ONCE = tl.constexpr(256)
 _LENGTHS_AT_ONCE = tl.constexpr(128)
@@ -32,7 +35,7 @@ _LENGTHS_AT_ONCE = tl.constexpr(128)
     ],
     do_not_specialize_on_alignment=[
         "block_table", "seq_lens", "cu_seqlens_q", "mask", "alibi_slopes", "sinks", "k_scale", "v_scale", "lse",
-        "part_out", "part_lse", "parts",
+        "part_out", "part_softmax", "parts",
     ],
 )  # fmt: skip
 def paged_attention_kernel(
@@ -45,7 +48,7 @@ def paged_attention_kernel(
     out,
     lse,
     part_out,
-    part_lse,
+    part_softmax,
     parts,
     alibi_slopes,
     sinks,
@@ -263,7 +266,7 @@ def paged_attention_kernel(
     if V_PAIRS:
         half = tl.zeros([BLOCK_M, BLOCK_V // 2], tl.float32)
         carry = (half, denominator, maximum, half)
-    result, log_sum = finish(
+    result, maximum, denominator = finish(
         attend(
             carry,
             query_tile,
@@ -284,7 +287,7 @@ def paged_attention_kernel(
         target = part.to(tl.int64) * (NUM_KV_HEADS * GROUP) + q_head
         into = (valid & cut)[:, None] & (dim < DIM_V)[None, :]
         tl.store(part_out + target[:, None] * DIM_V + dim[None, :], result, mask=into)
-        tl.store(part_lse + target, log_sum * LN2, mask=valid & cut)
+        tl.store(part_softmax + target, pack_softmax(maximum, denominator), mask=valid & cut)
         if (split == 0) & (kv_head == 0) & (head_block == 0):
             tl.store(parts + seq.to(tl.int64) * 2, part)
             tl.store(parts + seq.to(tl.int64) * 2 + 1, num_splits)
@@ -297,4 +300,7 @@ def paged_attention_kernel(
         mask=valid[:, None] & (dim < DIM_V)[None, :],
     )
     if lse is not None:
-        tl.store(lse + target, log_sum * LN2, mask=valid)
+        left = (
+            lse_of(maximum, denominator) if lse.dtype.element_ty == tl.float32 else pack_softmax(maximum, denominator)
+        )
+        tl.store(lse + target, left, mask=valid)

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tcport.kernels.call import Launcher
+from tcport.kernels.triton_partial import lse_of, unpack_softmax
 
 _FEW_AT_ONCE = 16
 _MANY_AT_ONCE = 64
@@ -24,7 +25,7 @@ _WIDE_TILE = 8192  # numbers at a time, of which a thread holds 64
 
 def combine(
     partial_out: Tensor,
-    partial_lse: Tensor,
+    partial_softmax: Tensor,
     num_splits: int | torch.SymInt,
     out: Tensor,
     lse: Tensor | None,
@@ -37,8 +38,8 @@ def combine(
     """Write the attention over all keys, from the results over each split of them.
 
     Args:
-        partial_out: ``[S * T * Hq * Dv]`` fp32. partial_lse: ``[S * T * Hq]`` fp32. With ``parts``, as many rows of
-            ``Hq`` heads as there are parts.
+        partial_out: ``[S * T * Hq * Dv]`` fp32. partial_softmax: ``[S * T * Hq]`` int64, see
+            :mod:`tcport.kernels.triton_partial`. With ``parts``, as many rows of ``Hq`` heads as there are parts.
         out: ``[T, Hq, Dv]``, contiguous, written. lse: ``[T, Hq]`` fp32, contiguous, written; None: not wanted.
         num_warps: of a program, where it is not ``wide``.
         parts: ``[T, 2]`` int32: each token's first part and its number of parts; a token of one part is left as it is.
@@ -52,7 +53,7 @@ def combine(
     block_v = triton.next_power_of_2(v_dim)
     launch(combine_kernel)[(torch.sym_max(num_rows, 1),)](
         partial_out=partial_out,
-        partial_lse=partial_lse,
+        partial_softmax=partial_softmax,
         out=out,
         lse=lse,
         parts=parts,
@@ -71,7 +72,7 @@ def combine(
 @triton.jit(do_not_specialize=["num_rows", "num_splits"], do_not_specialize_on_alignment=["lse", "parts"])
 def combine_kernel(
     partial_out,
-    partial_lse,
+    partial_softmax,
     out,
     lse,
     parts,
@@ -104,20 +105,21 @@ def combine_kernel(
     for start in range(0, num_splits, BLOCK_S):
         split = start + tl.arange(0, BLOCK_S)
         at = split.to(tl.int64) * apart + first
-        part_lse = tl.load(partial_lse + at, mask=split < num_splits, other=float("-inf"))
+        part_maximum, part_sum = unpack_softmax(tl.load(partial_softmax + at, mask=split < num_splits, other=0))
+        part_maximum = tl.where(split < num_splits, part_maximum, float("-inf"))
         part = tl.load(
             partial_out + at[:, None] * DIM_V + dim[None, :],
             mask=(split < num_splits)[:, None] & (dim < DIM_V)[None, :],
             other=0.0,
         )
-        new_maximum = tl.maximum(maximum, tl.max(part_lse, 0))
+        new_maximum = tl.maximum(maximum, tl.max(part_maximum, 0))
         reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-        weight = tl.exp(part_lse - reference)
-        rescale = tl.exp(maximum - reference)
+        weight = part_sum * tl.exp2(part_maximum - reference)
+        rescale = tl.exp2(maximum - reference)
         total = total * rescale + tl.sum(part * weight[:, None], 0)
         denominator = denominator * rescale + tl.sum(weight, 0)
         maximum = new_maximum
     result = total / tl.where(denominator > 0, denominator, 1.0)
     tl.store(out + row * DIM_V + dim, result.to(out.dtype.element_ty), mask=dim < DIM_V)
     if lse is not None:
-        tl.store(lse + row, maximum + tl.log(denominator))
+        tl.store(lse + row, lse_of(maximum, denominator))

@@ -42,7 +42,7 @@ def attend_in_splits(
             out=target,
             lse=target_lse,
             part_out=None,
-            part_lse=None,
+            part_softmax=None,
             parts=None,
             num_seqs=call.seq_lens.shape[0],
             num_tokens=num_tokens,
@@ -58,10 +58,10 @@ def attend_in_splits(
     # Flat, because a dimension that is a symbolic number of splits would guard the traced graph on its being 1.
     rows = splits * num_tokens * num_heads
     partial_out = query.new_empty(rows * v_dim, dtype=torch.float32)
-    partial_lse = query.new_empty(rows, dtype=torch.float32)
-    attend(partial_out, partial_lse)
+    partial_softmax = query.new_empty(rows, dtype=torch.int64)
+    attend(partial_out, partial_softmax)
     wide = _many_splits(call, config)
-    combine(partial_out, partial_lse, splits, out, wanted_lse, config.num_warps, launch, None, wide, overlapped)
+    combine(partial_out, partial_softmax, splits, out, wanted_lse, config.num_warps, launch, None, wide, overlapped)
     return out, lse
 
 
@@ -75,7 +75,7 @@ def attend_in_parts(
     num_seqs = call.seq_lens.shape[0]
     out, lse, wanted_lse = _results(call)
     part_out = query.new_empty(most * num_heads * v_dim, dtype=torch.float32)
-    part_lse = query.new_empty(most * num_heads, dtype=torch.float32)
+    part_softmax = query.new_empty(most * num_heads, dtype=torch.int64)
     parts = query.new_empty(num_seqs * 2, dtype=torch.int32)
     overlapped = _overlaps(call, launch)
     launch(paged_attention_kernel)[(most * head_blocks(call, config) * num_kv_heads, 1)](
@@ -83,7 +83,7 @@ def attend_in_parts(
         out=out,
         lse=wanted_lse,
         part_out=part_out,
-        part_lse=part_lse,
+        part_softmax=part_softmax,
         parts=parts,
         num_seqs=num_seqs,
         num_tokens=num_tokens,
@@ -92,7 +92,7 @@ def attend_in_parts(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    combine(part_out, part_lse, most, out, wanted_lse, config.num_warps, launch, parts, overlapped=overlapped)
+    combine(part_out, part_softmax, most, out, wanted_lse, config.num_warps, launch, parts, overlapped=overlapped)
     return out, lse
 
 

@@ -102,12 +102,15 @@ def attend(
 
 @triton.jit
 def finish(carry):
-    """Normalised output ``[M, V]`` and base-2 LSE ``[M]`` of a carry; 0 and -inf where nothing was visible."""
+    """Normalised output ``[M, V]`` of a carry, base-2 maximum ``[M]`` and sum of weights ``[M]``.
+
+    Where nothing was visible, they are 0, -inf and 0.
+    """
     accumulator, denominator, maximum = carry[0], carry[1], carry[2]
     if len(carry) > 3:
         accumulator = tl.interleave(accumulator, carry[3])
     out = accumulator / tl.where(denominator > 0, denominator, 1.0)[:, None]
-    return out, maximum + tl.log2(denominator)
+    return out, maximum, denominator
 
 
 @triton.jit
