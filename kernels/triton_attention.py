@@ -3,14 +3,14 @@
 
 Program ``(x, y)`` handles one KV head (x, fastest, so that neighbours read neighbouring heads of a page), one block of
 query rows (x) and one split of the keys (y). Without ``cu_seqlens_q`` a block is the one token of one sequence;
-with it, up to ``BLOCK_M // GROUP`` tokens of one sequence, found on the device. Results of split y go
-to slice y of ``out [splits, T, Hq, Dv]`` and ``lse [splits, T, Hq]``, both contiguous. Where ``lse`` is int64, each
-word is what :mod:`tcport.kernels.triton_partial` makes of a softmax; where it is fp32, it is the LSE.
+with it, up to ``BLOCK_M // GROUP`` tokens of one sequence, found on the device. Results go to ``out [T, Hq, Dv]`` and
+``lse [T, Hq]``, both contiguous, or with several splits to records of ``scratch``
+(:mod:`tcport.kernels.triton_partial`), those of split y to number ``y * T + token``.
 
-With ``parts`` the device cuts the keys of one-token sequences by their lengths, which no host reads: x names one part
-of one sequence (:mod:`tcport.kernels.triton_parts`). A sequence of one part goes to ``out`` and ``lse``, the parts of
-others to row x of ``part_out [P, Hq, Dv]`` and ``part_softmax [P, Hq]``, int64; ``parts [B, 2]`` takes first and number
-of each.
+With ``PARTS`` the device cuts the keys of one-token sequences by their lengths, which no host reads: x names one part
+of one sequence (:mod:`tcport.kernels.triton_parts`). A sequence of one part goes to ``out`` and ``lse``, parts of
+others to the record of their number. Scratch memory begins with a table then, ``[B, PLACE]``: each word of a sequence
+holds its first part and how many there are.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tcport.kernels.triton_partial import lse_of, pack_softmax
+from tcport.kernels.triton_partial import PLACE, in_record, lse_of, pack
 from tcport.kernels.triton_parts import part_length, parts_of, visible_tiles
 from tcport.kernels.triton_span import main_span, split_span, visible_range
 from tcport.kernels.triton_tile import LOG2E, attend, finish, load_query, to_fp16
@@ -35,7 +35,6 @@ _LENGTHS_AT_ONCE = tl.constexpr(128)
     ],
     do_not_specialize_on_alignment=[
         "block_table", "seq_lens", "cu_seqlens_q", "mask", "alibi_slopes", "sinks", "k_scale", "v_scale", "lse",
-        "part_out", "part_softmax", "parts",
     ],
 )  # fmt: skip
 def paged_attention_kernel(
@@ -47,9 +46,7 @@ def paged_attention_kernel(
     cu_seqlens_q,
     out,
     lse,
-    part_out,
-    part_softmax,
-    parts,
+    scratch,
     alibi_slopes,
     sinks,
     k_scale,
@@ -108,12 +105,16 @@ def paged_attention_kernel(
     FP32: tl.constexpr,
     FP16: tl.constexpr,
     V_PAIRS: tl.constexpr,
+    RECORD: tl.constexpr,
+    PARTS: tl.constexpr,
     MERGED: tl.constexpr,
 ):
     """One block of rows, one split of the keys; see the module. None stands for an option that is not used.
 
     Args:
-        num_splits: of every sequence; with ``parts``, the most of all sequences, of which there are no more.
+        num_splits: of every sequence; not used with ``PARTS``, where the grid has a program for the most parts that
+            all sequences may have.
+        RECORD: words of a record.
         MERGED: the merge is launched as soon as all programs have begun; see :mod:`tcport.kernels.triton_combine`.
     """
     if MERGED:
@@ -127,17 +128,18 @@ def paged_attention_kernel(
     split = tl.program_id(1)
 
     part = block
-    if parts is not None:
+    if PARTS:
         # (Loads stand here and not in a function of their own for the reason given below.)
+        most = tl.num_programs(0) // (NUM_KV_HEADS * HEAD_BLOCKS)
         total = block * 0
         for first in range(0, num_seqs, _LENGTHS_AT_ONCE):
             seqs = first + tl.arange(0, _LENGTHS_AT_ONCE)
             lens = tl.load(seq_lens + seqs.to(tl.int64) * lens_stride, mask=seqs < num_seqs, other=0).to(tl.int32)
             total += tl.sum(visible_tiles(lens, window, chunk, mask_columns, BLOCK_N, CAUSAL), 0)
         # The shortest of three lengths of which there are not too many parts; of the longest there never are.
-        length_0 = part_length(total, num_splits, num_seqs, 0, BLOCK_N)
-        length_2 = part_length(total, num_splits, num_seqs, 2, BLOCK_N)
-        length_4 = part_length(total, num_splits, num_seqs, 4, BLOCK_N)
+        length_0 = part_length(total, most, num_seqs, 0, BLOCK_N)
+        length_2 = part_length(total, most, num_seqs, 2, BLOCK_N)
+        length_4 = part_length(total, most, num_seqs, 4, BLOCK_N)
         number_0, number_2 = block * 0, block * 0
         for first in range(0, num_seqs, _LENGTHS_AT_ONCE):
             seqs = first + tl.arange(0, _LENGTHS_AT_ONCE)
@@ -145,8 +147,8 @@ def paged_attention_kernel(
             tiles = visible_tiles(lens, window, chunk, mask_columns, BLOCK_N, CAUSAL)
             number_0 += tl.sum(tl.where(seqs < num_seqs, parts_of(tiles, length_0), 0), 0)
             number_2 += tl.sum(tl.where(seqs < num_seqs, parts_of(tiles, length_2), 0), 0)
-        length = tl.where(number_2 <= num_splits, length_2, length_4)
-        length = tl.where(number_0 <= num_splits, length_0, length)
+        length = tl.where(number_2 <= most, length_2, length_4)
+        length = tl.where(number_0 <= most, length_0, length)
         begun, split, count = block * 0, block * 0, block * 0
         # From 1 on, as Triton 3.7 looks at the division by it before it looks at the loop, and fails at a 0.
         block, num_splits = block * 0, block * 0 + 1
@@ -282,25 +284,24 @@ def paged_attention_kernel(
 
     dim = tl.arange(0, BLOCK_V)
     result *= v_head_scale
-    if parts is not None:
-        cut = tl.zeros([BLOCK_M], tl.int32) + num_splits > 1
-        target = part.to(tl.int64) * (NUM_KV_HEADS * GROUP) + q_head
-        into = (valid & cut)[:, None] & (dim < DIM_V)[None, :]
-        tl.store(part_out + target[:, None] * DIM_V + dim[None, :], result, mask=into)
-        tl.store(part_softmax + target, pack_softmax(maximum, denominator), mask=valid & cut)
-        if (split == 0) & (kv_head == 0) & (head_block == 0):
-            tl.store(parts + seq.to(tl.int64) * 2, part)
-            tl.store(parts + seq.to(tl.int64) * 2 + 1, num_splits)
-        valid = valid & (cut == 0)
-        split *= 0
-    target = (split.to(tl.int64) * num_tokens + token) * (NUM_KV_HEADS * GROUP) + q_head
-    tl.store(
-        out + target[:, None] * DIM_V + dim[None, :],
-        result.to(out.dtype.element_ty),
-        mask=valid[:, None] & (dim < DIM_V)[None, :],
-    )
-    if lse is not None:
-        left = (
-            lse_of(maximum, denominator) if lse.dtype.element_ty == tl.float32 else pack_softmax(maximum, denominator)
+    if scratch is not None:
+        cut, number = valid, split.to(tl.int64) * num_tokens + token
+        if PARTS:
+            cut, number = valid & (num_splits > 1), token * 0 + part
+            if (split == 0) & (kv_head == 0) & (head_block == 0):
+                whole_sector = tl.zeros([PLACE], tl.int64) + pack(part, num_splits)
+                tl.store(scratch + seq.to(tl.int64) * PLACE + tl.arange(0, PLACE), whole_sector)
+            scratch += num_seqs.to(tl.int64) * PLACE
+            valid = valid & (num_splits == 1)
+        softmax, values = in_record(scratch, number, q_head, NUM_KV_HEADS * GROUP, DIM_V, RECORD)
+        tl.store(values[:, None] + dim[None, :], result, mask=cut[:, None] & (dim < DIM_V)[None, :])
+        tl.store(softmax, pack(maximum, denominator), mask=cut)
+    if PARTS or scratch is None:
+        target = token * (NUM_KV_HEADS * GROUP) + q_head
+        tl.store(
+            out + target[:, None] * DIM_V + dim[None, :],
+            result.to(out.dtype.element_ty),
+            mask=valid[:, None] & (dim < DIM_V)[None, :],
         )
-        tl.store(lse + target, left, mask=valid)
+        if lse is not None:
+            tl.store(lse + target, lse_of(maximum, denominator), mask=valid)

@@ -1,8 +1,13 @@
 # type: ignore  (device code: Triton's language, which type checkers take for Python)
-"""What a split of the keys leaves of its softmax: the largest logit and the sum of weights relative to it.
+"""What is left of each split of the keys until they are merged: records in scratch memory, one for a token of a split.
 
-Not their LSE, in which the sum would be lost where logits are huge: at 1e7, fp32 holds no digit behind the point, and
-a split would weigh the same whatever number of keys it holds. Both are in one word, as one load then brings both.
+A record begins with a word for each head: the largest logit and the sum of weights relative to it. Not their LSE, in
+which the sum would be lost where logits are huge: at 1e7, fp32 holds no digit behind the point, and a split would weigh
+the same whatever number of keys it holds. The heads' outputs follow, in fp32.
+
+All is one allocation, of which generated code works out one size: where sizes are open, the number of splits is a long
+formula, which takes the host a microsecond each time it is written out. And words of heads lie together, for a sector
+of memory (32 bytes) that is written in part is fetched before it is read, which takes longer than the merge.
 """
 
 from __future__ import annotations
@@ -12,19 +17,33 @@ import triton.language as tl
 
 from tcport.kernels.triton_tile import LN2
 
+PLACE = tl.constexpr(4)
+"""Words, a sector, of a sequence in the table that goes before the records of a batch cut by its lengths."""
+
+
+def record_words(num_heads: int, v_dim: int) -> int:
+    """Words of 8 bytes of a record: an even number, so that each begins at a multiple of 16 bytes."""
+    return (num_heads + 1) // 2 * 2 + (num_heads * v_dim + 3) // 4 * 2
+
 
 @triton.jit
-def pack_softmax(maximum, denominator):
-    """Base-2 maximum and sum of weights, fp32, in the upper and lower half of an int64."""
-    upper = maximum.to(tl.int32, bitcast=True).to(tl.int64) << 32
-    return upper | denominator.to(tl.uint32, bitcast=True).to(tl.int64)
+def in_record(scratch, number, head, NUM_HEADS: tl.constexpr, DIM_V: tl.constexpr, RECORD: tl.constexpr):
+    """Where record ``number`` has the word of a head, and where that head's output begins."""
+    first = scratch + number * RECORD
+    outputs = (first + (NUM_HEADS + 1) // 2 * 2).to(tl.pointer_type(tl.float32), bitcast=True)
+    return first + head, outputs + head * DIM_V
 
 
 @triton.jit
-def unpack_softmax(word):
-    """Maximum and sum that :func:`pack_softmax` was given."""
-    maximum = (word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-    return maximum, word.to(tl.int32).to(tl.float32, bitcast=True)
+def pack(upper, lower):
+    """Two numbers of 32 bits in one word."""
+    return (upper.to(tl.int32, bitcast=True).to(tl.int64) << 32) | lower.to(tl.uint32, bitcast=True).to(tl.int64)
+
+
+@triton.jit
+def unpack(word, dtype: tl.constexpr):
+    """The numbers that :func:`pack` was given."""
+    return (word >> 32).to(tl.int32).to(dtype, bitcast=True), word.to(tl.int32).to(dtype, bitcast=True)
 
 
 @triton.jit

@@ -16,6 +16,7 @@ from tcport.kernels.target import overlaps_launches
 from tcport.kernels.triton_arguments import attention_arguments, head_blocks
 from tcport.kernels.triton_attention import paged_attention_kernel
 from tcport.kernels.triton_combine import combine
+from tcport.kernels.triton_partial import PLACE, record_words
 
 _MOST_SPLITS = 2**16 - 1  # of the second grid dimension, on CUDA and on HIP
 
@@ -36,32 +37,27 @@ def attend_in_splits(
     whole = isinstance(splits, int) and splits == 1
     overlapped = not whole and _overlaps(call, launch)
 
-    def attend(target: Tensor, target_lse: Tensor | None) -> None:
-        launch(paged_attention_kernel)[(blocks * num_kv_heads, splits)](
-            **attention_arguments(call, config),
-            out=target,
-            lse=target_lse,
-            part_out=None,
-            part_softmax=None,
-            parts=None,
-            num_seqs=call.seq_lens.shape[0],
-            num_tokens=num_tokens,
-            num_splits=splits,
-            MERGED=overlapped,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-        )
-
-    if whole:
-        attend(out, wanted_lse)
-        return out, lse
-    # Flat, because a dimension that is a symbolic number of splits would guard the traced graph on its being 1.
-    rows = splits * num_tokens * num_heads
-    partial_out = query.new_empty(rows * v_dim, dtype=torch.float32)
-    partial_softmax = query.new_empty(rows, dtype=torch.int64)
-    attend(partial_out, partial_softmax)
-    wide = _many_splits(call, config)
-    combine(partial_out, partial_softmax, splits, out, wanted_lse, config.num_warps, launch, None, wide, overlapped)
+    scratch, record = None, record_words(num_heads, v_dim)
+    if not whole:
+        # Flat, because a dimension that is a symbolic number of splits would guard the traced graph on its being 1.
+        scratch = query.new_empty(splits * num_tokens * record, dtype=torch.int64)
+    launch(paged_attention_kernel)[(blocks * num_kv_heads, splits)](
+        **attention_arguments(call, config),
+        out=out,
+        lse=wanted_lse,
+        scratch=scratch,
+        num_seqs=call.seq_lens.shape[0],
+        num_tokens=num_tokens,
+        num_splits=splits,
+        RECORD=record,
+        PARTS=False,
+        MERGED=overlapped,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    if scratch is not None:
+        wide = _many_splits(call, config)
+        combine(scratch, splits, out, wanted_lse, config.num_warps, launch, wide=wide, overlapped=overlapped)
     return out, lse
 
 
@@ -74,25 +70,24 @@ def attend_in_parts(
     num_kv_heads, v_dim = int(call.v_cache.shape[2]), int(call.v_cache.shape[3])
     num_seqs = call.seq_lens.shape[0]
     out, lse, wanted_lse = _results(call)
-    part_out = query.new_empty(most * num_heads * v_dim, dtype=torch.float32)
-    part_softmax = query.new_empty(most * num_heads, dtype=torch.int64)
-    parts = query.new_empty(num_seqs * 2, dtype=torch.int32)
+    record = record_words(num_heads, v_dim)
+    scratch = query.new_empty(num_seqs * PLACE.value + most * record, dtype=torch.int64)
     overlapped = _overlaps(call, launch)
-    launch(paged_attention_kernel)[(most * head_blocks(call, config) * num_kv_heads, 1)](
+    launch(paged_attention_kernel)[(most * (head_blocks(call, config) * num_kv_heads), 1)](
         **attention_arguments(call, config),
         out=out,
         lse=wanted_lse,
-        part_out=part_out,
-        part_softmax=part_softmax,
-        parts=parts,
+        scratch=scratch,
         num_seqs=num_seqs,
         num_tokens=num_tokens,
-        num_splits=most,
+        num_splits=0,
+        RECORD=record,
+        PARTS=True,
         MERGED=overlapped,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    combine(part_out, part_softmax, most, out, wanted_lse, config.num_warps, launch, parts, overlapped=overlapped)
+    combine(scratch, None, out, wanted_lse, config.num_warps, launch, overlapped=overlapped)
     return out, lse
 
 
