@@ -140,12 +140,14 @@ def test_every_token_is_in_one_block_with_its_own_sequence(
     want = [(seq - 1, keys[seq], token) for token, seq in enumerate(s for s, n in enumerate(counts) for _ in range(n))]
     got = []
     for block in range(sum(counts) // tokens + len(lens) + 2):
-        found = BLOCKS.find_tokens(value(torch.tensor(block)), batch, tokens)
+        found = BLOCKS.find_tokens(value(torch.tensor(block)), batch, len(lens) + 2, tokens)
         seq, first, end, length = map(int, found)
         if first < end:
             assert end == sum(counts[: seq + 2])
         got += [(seq, length, token) for token in range(first, min(first + tokens, end))]
     assert got == want
+    nowhere = (None, stride, None, stride, len(lens), sum(counts))
+    assert next(map(int, BLOCKS.find_tokens(value(torch.tensor(0)), nowhere, 0, tokens))) == -1
 
 
 @given(first=st.integers(0, 9), second=st.integers(0, 9), several=st.booleans())

@@ -39,20 +39,24 @@ def begins_with_few(batch, FEW: gl.constexpr):
 
 
 @gluon.jit
-def find_tokens(block, batch, TOKENS: gl.constexpr):
+def find_tokens(block, batch, segments, TOKENS: gl.constexpr):
     """The sequence of a block (-1 and B for the rows before and behind all), the block's first token, and the
     sequence's end and length.
 
     All comes out of the loads that count the sequences, begin and end as the last offset at or before the block and the
     first behind it: loads by the sequence's number would wait for them.
+
+    Args:
+        segments: how many to look through: B + 2, the sequences and what lies before and behind them; 0: nothing is
+            looked up, for a block that is not there.
     """
     cu_seqlens_q, cu_stride, seq_lens, lens_stride, num_seqs, num_tokens = batch
     layout: gl.constexpr = gl.BlockedLayout([_SEGMENTS_AT_ONCE // 32], [32], [gl.num_warps()], [0])
-    segments = block * 0
-    seq_begin = segments
-    seq_end = segments + num_tokens
-    seq_len = segments
-    for first in range(0, num_seqs + 2, _SEGMENTS_AT_ONCE):
+    opened = block * 0
+    seq_begin = opened
+    seq_end = opened + num_tokens
+    seq_len = opened
+    for first in range(0, segments, _SEGMENTS_AT_ONCE):
         segment = first + gl.arange(0, _SEGMENTS_AT_ONCE, layout=layout)
         offset = segment - 1
         known = (offset >= 0) & (offset <= num_seqs)
@@ -60,13 +64,13 @@ def find_tokens(block, batch, TOKENS: gl.constexpr):
         length = gl.load(seq_lens + offset.to(gl.int64) * lens_stride, mask=known & (offset < num_seqs), other=0)
         before = known & (opens // TOKENS + segment <= block)
         more = gl.sum(before.to(gl.int32), 0)
-        segments += more
+        opened += more
         seq_begin = gl.maximum(seq_begin, gl.max(gl.where(before, opens, 0), 0))
         seq_end = gl.minimum(seq_end, gl.min(gl.where(known & (before == 0), opens, num_tokens), 0))
         # The block's own segment is the last that opens at or before it: its number is how many do.
-        own = gl.max(gl.where(before & (segment == segments), length.to(gl.int32), 0), 0)
+        own = gl.max(gl.where(before & (segment == opened), length.to(gl.int32), 0), 0)
         seq_len = gl.where(more > 0, own, seq_len)
-    return segments - 1, seq_begin + (block - seq_begin // TOKENS - segments) * TOKENS, seq_end, seq_len
+    return opened - 1, seq_begin + (block - seq_begin // TOKENS - opened) * TOKENS, seq_end, seq_len
 
 
 @gluon.jit

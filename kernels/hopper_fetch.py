@@ -103,7 +103,9 @@ def _next_item(counter, items):
 def _block_of(item, items, batch, both_ends, NUM_KV_HEADS: gl.constexpr, TOKENS: gl.constexpr):
     """An item's block, as it is told of, and its sequence; a count of 0 where no rows are there, or no such item."""
     turn = block_in_turn(item // NUM_KV_HEADS, items // NUM_KV_HEADS, both_ends)
-    seq, first_token, seq_end, seq_len = find_tokens(turn, batch, TOKENS)
+    # A CTA that has taken its last block would wait for offsets that say nothing.
+    segments = gl.where(item < items, batch[4] + 2, 0)
+    seq, first_token, seq_end, seq_len = find_tokens(turn, batch, segments, TOKENS)
     count = gl.where(item < items, gl.maximum(gl.minimum(seq_end - first_token, TOKENS), 0), 0)
     return (count, first_token, seq_len - seq_end + first_token, seq_len, item % NUM_KV_HEADS), seq
 
