@@ -14,7 +14,6 @@ from tcport.kernels.gluon_names import copy_box
 from tcport.kernels.hopper_blocks import begins_with_few, block_in_turn, find_tokens, span, tell
 
 BOX_DIMS = gl.constexpr(64)  # of 16-bit numbers: the 128 bytes of a swizzled row of shared memory
-_TAKEN_AHEAD = gl.constexpr(4)  # tiles; not more, for who takes late takes what others have no time for
 
 
 @gluon.jit
@@ -23,57 +22,78 @@ def fetch(
     NUM_KV_HEADS: gl.constexpr, TOKENS: gl.constexpr, PAGE_SIZE: gl.constexpr, DIM: gl.constexpr,
     BLOCK_N: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Take block after block, tell of each, and ask for its boxes as buffers become free.
+    """Tell of the CTA's block and fetch it; with a counter, one block after the other, and last that there is none.
 
-    Keys go one tile ahead of values, as they are multiplied one tile ahead: those of a tile are freed together with the
-    values of the tile before. Page ids go one tile ahead of keys, so that no copy waits for them, and the next block is
-    taken some tiles before it is fetched. Boxes behind the last visible key fetch that key's box once more: a tile is
-    always the same number of bytes, and table entries that hold no visible key are not read.
+    A block is taken when all of the one before has been asked for. Taken four tiles earlier, prompts took up to 3.5%
+    longer on an H200: who takes early takes what another would have begun sooner.
     """
-    key_ready, key_free, value_ready, value_free = barriers
+    places = (table, key_place, value_place)
     both_ends = begins_with_few(batch, TOKENS // 2)
     done = items * 0  # tiles of the blocks before
     number = done  # of blocks told of
-    block, seq = _taken(gl.program_id(0), counter, items, batch, both_ends, NUM_KV_HEADS, TOKENS)
-    while block[0] > 0:
+    if counter is None:
+        block, seq = _block_of(gl.program_id(0), items, batch, both_ends, NUM_KV_HEADS, TOKENS)
         tell(telling, number, block)
-        number += 1
-        start, _, end, _, _, tiles = span(block, window, BLOCK_N, BOX, CAUSAL)
-        last = (end - 1) // BOX * BOX
-        of_seq = (table[0] + seq.to(gl.int64) * table[1], table[2])
-        of_keys = (key_place[0], block[4] * key_place[1], block[4] * key_place[2])
-        of_values = (value_place[0], block[4] * value_place[1], block[4] * value_place[2])
-        if tiles > 0:
-            pages = _load_pages(of_seq, start, last, PAGE_SIZE, BLOCK_N, BOX)
-            next_pages = _load_pages(of_seq, start + BLOCK_N, last, PAGE_SIZE, BLOCK_N, BOX)
-            _fetch_tile(
-                keys, boxes[0], key_ready, key_free, done, pages, start, last, of_keys,
-                PAGE_SIZE, DIM, BLOCK_N, BOX, STAGES,
+        _fetch_block(
+            keys, values, boxes, barriers, block, seq, done, places, window,
+            PAGE_SIZE, DIM, BLOCK_N, BOX, STAGES, CAUSAL,
+        )  # fmt: skip
+    else:
+        block, seq = _taken(gl.program_id(0), counter, items, batch, both_ends, NUM_KV_HEADS, TOKENS)
+        while block[0] > 0:
+            tell(telling, number, block)
+            number += 1
+            done += _fetch_block(
+                keys, values, boxes, barriers, block, seq, done, places, window,
+                PAGE_SIZE, DIM, BLOCK_N, BOX, STAGES, CAUSAL,
             )  # fmt: skip
-            for tile in range(tiles):
-                first = start + tile * BLOCK_N
-                now = done + tile
-                if tile + 1 < tiles:
-                    _fetch_tile(
-                        keys, boxes[0], key_ready, key_free, now + 1, next_pages, first + BLOCK_N, last, of_keys,
-                        PAGE_SIZE, DIM, BLOCK_N, BOX, STAGES,
-                    )  # fmt: skip
-                later_pages = _load_pages(of_seq, first + 2 * BLOCK_N, last, PAGE_SIZE, BLOCK_N, BOX)
+            block, seq = _taken(_next_item(counter), counter, items, batch, both_ends, NUM_KV_HEADS, TOKENS)
+        tell(telling, number, block)
+
+
+@gluon.jit
+def _fetch_block(
+    keys, values, boxes, barriers, block, seq, done, places, window,
+    PAGE_SIZE: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Ask for the boxes of a block as buffers become free; the number of its tiles.
+
+    Keys go one tile ahead of values, as they are multiplied one tile ahead: those of a tile are freed together with the
+    values of the tile before. Page ids go one tile ahead of keys, so that no copy waits for them. Boxes behind the last
+    visible key fetch that key's box once more: a tile is always the same number of bytes, and table entries that hold
+    no visible key are not read.
+    """
+    key_ready, key_free, value_ready, value_free = barriers
+    table, key_place, value_place = places
+    start, _, end, _, _, tiles = span(block, window, BLOCK_N, BOX, CAUSAL)
+    last = (end - 1) // BOX * BOX
+    of_seq = (table[0] + seq.to(gl.int64) * table[1], table[2])
+    of_keys = (key_place[0], block[4] * key_place[1], block[4] * key_place[2])
+    of_values = (value_place[0], block[4] * value_place[1], block[4] * value_place[2])
+    if tiles > 0:
+        pages = _load_pages(of_seq, start, last, PAGE_SIZE, BLOCK_N, BOX)
+        next_pages = _load_pages(of_seq, start + BLOCK_N, last, PAGE_SIZE, BLOCK_N, BOX)
+        _fetch_tile(
+            keys, boxes[0], key_ready, key_free, done, pages, start, last, of_keys,
+            PAGE_SIZE, DIM, BLOCK_N, BOX, STAGES,
+        )  # fmt: skip
+        for tile in range(tiles):
+            first = start + tile * BLOCK_N
+            now = done + tile
+            if tile + 1 < tiles:
                 _fetch_tile(
-                    values, boxes[1], value_ready, value_free, now, pages, first, last, of_values,
+                    keys, boxes[0], key_ready, key_free, now + 1, next_pages, first + BLOCK_N, last, of_keys,
                     PAGE_SIZE, DIM, BLOCK_N, BOX, STAGES,
                 )  # fmt: skip
-                pages = next_pages
-                next_pages = later_pages
-                if tile == gl.maximum(tiles - _TAKEN_AHEAD, 0):
-                    # While what has been asked for is multiplied: behind the last tile nothing would be on its way.
-                    block, seq = _taken(
-                        _next_item(counter, items), counter, items, batch, both_ends, NUM_KV_HEADS, TOKENS
-                    )
-            done += tiles
-        else:
-            block, seq = _taken(_next_item(counter, items), counter, items, batch, both_ends, NUM_KV_HEADS, TOKENS)
-    tell(telling, number, block)
+            later_pages = _load_pages(of_seq, first + 2 * BLOCK_N, last, PAGE_SIZE, BLOCK_N, BOX)
+            _fetch_tile(
+                values, boxes[1], value_ready, value_free, now, pages, first, last, of_values,
+                PAGE_SIZE, DIM, BLOCK_N, BOX, STAGES,
+            )  # fmt: skip
+            pages = next_pages
+            next_pages = later_pages
+    return tiles
 
 
 @gluon.jit
@@ -81,22 +101,19 @@ def _taken(item, counter, items, batch, both_ends, NUM_KV_HEADS: gl.constexpr, T
     """The block of an item, or of the next that has rows, and its sequence; a count of 0: no items are left."""
     block, seq = _block_of(item, items, batch, both_ends, NUM_KV_HEADS, TOKENS)
     while (block[0] == 0) & (item < items):
-        item = _next_item(counter, items)
+        item = _next_item(counter)
         block, seq = _block_of(item, items, batch, both_ends, NUM_KV_HEADS, TOKENS)
     return block, seq
 
 
 @gluon.jit
-def _next_item(counter, items):
+def _next_item(counter):
     """A CTA's first item is that of its number. Those behind are dealt out as CTAs ask.
 
     Blocks differ, and so does how fast multiprocessors are served: shares that are fixed before leave some idle at the
     end.
     """
-    item = items
-    if items > gl.num_programs(0):
-        item = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
-    return item
+    return gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
 
 
 @gluon.jit
@@ -107,6 +124,7 @@ def _block_of(item, items, batch, both_ends, NUM_KV_HEADS: gl.constexpr, TOKENS:
     segments = gl.where(item < items, batch[4] + 2, 0)
     seq, first_token, seq_end, seq_len = find_tokens(turn, batch, segments, TOKENS)
     count = gl.where(item < items, gl.maximum(gl.minimum(seq_end - first_token, TOKENS), 0), 0)
+    seq_len = gl.where(count > 0, seq_len, 0)  # no rows see no keys, so such a block has no tiles
     return (count, first_token, seq_len - seq_end + first_token, seq_len, item % NUM_KV_HEADS), seq
 
 
