@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tcport.kernels.call import Launcher
-from tcport.kernels.triton_partial import PLACE, in_record, lse_of, record_words, unpack
+from tcport.kernels.triton_partial import NOTHING, PLACE, in_record, lse_of, record_words, unpack
 
 _FEW_AT_ONCE = 16
 _MANY_AT_ONCE = 64
@@ -105,8 +105,7 @@ def combine_kernel(
     for start in range(0, num_splits, BLOCK_S):
         split = start + tl.arange(0, BLOCK_S)
         softmax, values = in_record(scratch, split.to(tl.int64) * apart + first, head, NUM_HEADS, DIM_V, RECORD)
-        part_maximum, part_sum = unpack(tl.load(softmax, mask=split < num_splits, other=0), tl.float32)
-        part_maximum = tl.where(split < num_splits, part_maximum, float("-inf"))
+        part_maximum, part_sum = unpack(tl.load(softmax, mask=split < num_splits, other=NOTHING), tl.float32)
         part = tl.load(
             values[:, None] + dim[None, :], mask=(split < num_splits)[:, None] & (dim < DIM_V)[None, :], other=0.0
         )

@@ -19,6 +19,8 @@ from tcport.kernels.triton_tile import LN2
 
 PLACE = tl.constexpr(4)
 """Words, a sector, of a sequence in the table that goes before the records of a batch cut by its lengths."""
+NOTHING = tl.constexpr(-(1 << 55))
+"""The word of a softmax over no keys: a maximum of -inf, a sum of 0."""
 
 
 def record_words(num_heads: int, v_dim: int) -> int:
