@@ -43,7 +43,7 @@ def fetch(
         while block[0] > 0:
             tell(telling, number, block)
             number += 1
-            done += _fetch_block(
+            done = _fetch_block(
                 keys, values, boxes, barriers, block, seq, done, places, window,
                 PAGE_SIZE, DIM, BLOCK_N, BOX, STAGES, CAUSAL,
             )  # fmt: skip
@@ -57,7 +57,7 @@ def _fetch_block(
     PAGE_SIZE: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Ask for the boxes of a block as buffers become free; the number of its tiles.
+    """Ask for the boxes of a block as buffers become free; the tiles that have then been asked for, ``done`` before.
 
     Keys go one tile ahead of values, as they are multiplied one tile ahead: those of a tile are freed together with the
     values of the tile before. Page ids go one tile ahead of keys, so that no copy waits for them. Boxes behind the last
@@ -93,7 +93,8 @@ def _fetch_block(
             )  # fmt: skip
             pages = next_pages
             next_pages = later_pages
-    return tiles
+        done += tiles
+    return done
 
 
 @gluon.jit
