@@ -97,14 +97,14 @@ def few_rows_tile(rows: int, depth: int, width: int, units: int | None, shared: 
     if -(-width // 64) <= alone:
         staged = FewRowsTile(warps_k=8, warps_n=2, ahead=2, staged=True)
         return staged if fits(staged) else dataclasses.replace(staged, staged=False, ahead=1)
+    staged = FewRowsTile(warps_k=4, warps_n=4, staged=True, overlapped=few, early=True)
+    if -(-width // staged.block_n) <= alone and fits(staged):
+        return staged
     if few:
         at_once = FewRowsTile(warps_k=8, ahead=4, overlapped=True)
         masked = width % at_once.block_n != 0  # masks, and loads of less than 16 bytes, take too many registers
         loop = masked or at_once.steps(depth) > at_once.ahead
         return FewRowsTile(warps_k=8, warps_n=2, blocks=2) if loop else at_once
-    staged = FewRowsTile(warps_k=4, warps_n=4, staged=True, early=True)
-    if -(-width // staged.block_n) <= alone and fits(staged):
-        return staged
     return FewRowsTile(warps_k=4, overlapped=True, early=True)
 
 
