@@ -140,9 +140,13 @@ def test_the_tiles_of_an_h200() -> None:
     assert on_an_h200(16, 6144, 4096) == FewRowsTile(warps_k=16, ahead=2, staged=True, overlapped=True)
     assert on_an_h200(16, 14336, 4096) == FewRowsTile(warps_k=16, overlapped=True)
     assert on_an_h200(8, 16384, 4096) == FewRowsTile(warps_k=16, overlapped=True, early=True)
-    assert [on_an_h200(rows, 4096, 14336) for rows in (1, 8)] == [FewRowsTile(8, ahead=4, overlapped=True)] * 2
-    assert on_an_h200(8, 8192, 14336) == FewRowsTile(warps_k=8, warps_n=2, blocks=2)
-    assert on_an_h200(8, 4096, 14340) == FewRowsTile(warps_k=8, warps_n=2, blocks=2)
+    wide = FewRowsTile(warps_k=4, warps_n=4, staged=True, overlapped=True, early=True)
+    assert [on_an_h200(rows, 4096, 14336) for rows in (1, 8)] == [wide] * 2
+    assert [on_an_h200(8, *weights) for weights in ((8192, 14336), (4096, 14340), (8192, 11008))] == [wide] * 3
+    assert on_an_h200(8, 4096, 11008) == FewRowsTile(8, ahead=4, overlapped=True)  # too few blocks for a wide one each
+    assert on_an_h200(8, 4096, 28672) == FewRowsTile(8, ahead=4, overlapped=True)
+    assert on_an_h200(8, 4096, 28676) == FewRowsTile(warps_k=8, warps_n=2, blocks=2)
+    assert on_an_h200(8, 16384, 14336) == FewRowsTile(warps_k=8, warps_n=2, blocks=2)
     assert on_an_h200(16, 4096, 14336) == FewRowsTile(warps_k=4, warps_n=4, staged=True, early=True)
     assert on_an_h200(32, 4096, 14336) == FewRowsTile(overlapped=True, early=True)
     assert on_an_h200(16, 8192, 14336) == FewRowsTile(overlapped=True, early=True)

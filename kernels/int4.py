@@ -71,9 +71,9 @@ def few_rows_tile(rows: int, depth: int, width: int, units: int | None, shared: 
     that are done begin others sooner then. ``x`` is staged where shared memory holds a program's rows, but not for 16
     rows that need no loop: each step then waits for its own, not for all.
 
-    On an H200, for 4096 x 4096, 4096 x 14336 and 14336 x 4096 weights with 1, 8 and 16 rows, and 32 of the second, each
-    was the fastest of those timed behind their like; the reasons given were not measured. Programs of 64 columns, and
-    those of two blocks for deeper weights, were not timed beside others.
+    On an H200, for 4096 x 4096, 4096 x 14336 and 14336 x 4096 weights with 1, 8 and 16 rows, 32 of the second, and 8 of
+    4096 x 11008 and 8192 x 14336, each was the fastest of those timed behind their like; the reasons given were not
+    measured. Programs of 64 columns were not timed beside others.
 
     Args:
         rows: of ``x``. depth: weights of a column. width: columns.
@@ -97,13 +97,14 @@ def few_rows_tile(rows: int, depth: int, width: int, units: int | None, shared: 
     if -(-width // 64) <= alone:
         staged = FewRowsTile(warps_k=8, warps_n=2, ahead=2, staged=True)
         return staged if fits(staged) else dataclasses.replace(staged, staged=False, ahead=1)
+    at_once = FewRowsTile(warps_k=8, ahead=4, overlapped=True)
+    # Masks, and loads of less than 16 bytes, take too many registers.
+    loop = not few or width % at_once.block_n != 0 or at_once.steps(depth) > at_once.ahead
     staged = FewRowsTile(warps_k=4, warps_n=4, staged=True, overlapped=few, early=True)
-    if -(-width // staged.block_n) <= alone and fits(staged):
+    blocks = -(-width // staged.block_n)
+    if blocks <= alone and fits(staged) and (loop or 4 * blocks >= 3 * alone):
         return staged
     if few:
-        at_once = FewRowsTile(warps_k=8, ahead=4, overlapped=True)
-        masked = width % at_once.block_n != 0  # masks, and loads of less than 16 bytes, take too many registers
-        loop = masked or at_once.steps(depth) > at_once.ahead
         return FewRowsTile(warps_k=8, warps_n=2, blocks=2) if loop else at_once
     return FewRowsTile(warps_k=4, overlapped=True, early=True)
 

@@ -291,7 +291,7 @@ def paged_attention_kernel(
             if (split == 0) & (kv_head == 0) & (head_block == 0):
                 whole_sector = tl.zeros([PLACE], tl.int64) + pack(part, num_splits)
                 tl.store(scratch + seq.to(tl.int64) * PLACE + tl.arange(0, PLACE), whole_sector)
-            scratch += num_seqs.to(tl.int64) * PLACE
+            scratch += num_seqs * PLACE
             valid = valid & (num_splits == 1)
         softmax, values = in_record(scratch, number, q_head, NUM_KV_HEADS * GROUP, DIM_V, RECORD)
         tl.store(values[:, None] + dim[None, :], result, mask=cut[:, None] & (dim < DIM_V)[None, :])

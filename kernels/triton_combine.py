@@ -96,7 +96,7 @@ def combine_kernel(
         first, num_splits = unpack(tl.load(scratch + token * PLACE), tl.int32)
         if num_splits == 1:
             return
-        scratch += apart.to(tl.int64) * PLACE
+        scratch += apart * PLACE
         first, apart = first.to(tl.int64), 1
     dim = tl.arange(0, BLOCK_V)
     total = tl.zeros([BLOCK_V], tl.float32)
