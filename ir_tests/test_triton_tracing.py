@@ -52,6 +52,25 @@ def test_decode_by_length_takes_any_batch_and_table() -> None:
     assert_only_static_sizes_are_assumed(guards)
 
 
+def test_a_formula_of_open_sizes_is_written_out_twice() -> None:
+    """For the scratch memory and for the grid: generated code works it out anew at each place."""
+
+    def entry(*args: torch.Tensor) -> object:
+        call = AttentionCall.of(*args)
+        return paged_decode(call, TileConfig(16, 64, 2, 3, parts=BY_ALL_SIZES), torch.library.wrap_triton)
+
+    graph = make_fx(entry, tracing_mode="symbolic")(*tensors(5, 5).values()).graph
+    places = [
+        node.name
+        for node in graph.nodes
+        if "new_empty" in node.name or "triton_kernel_wrapper" in node.name
+        for size in torch.utils._pytree.arg_tree_leaves(*node.args, **node.kwargs)
+        if isinstance(size, torch.fx.Node) and isinstance(size.meta["val"], torch.SymInt)
+        if any(type(part).__name__ == "Max" for part in sympy.preorder_traversal(size.meta["val"].node.expr))
+    ]
+    assert [place.split("_mutation")[0] for place in places] == ["new_empty_2", "triton_kernel_wrapper"]
+
+
 def assert_only_static_sizes_are_assumed(guards: set[sympy.Expr]) -> None:
     for guard in guards:
         assert isinstance(guard, sympy.Eq), guard
