@@ -23,7 +23,7 @@ DEVICE = "cuda"
 LONG_FLOPS = 1e12
 """A call of so many takes milliseconds: one in a graph is enough, and its inputs are no matter for the L2 cache."""
 CALLS = 8
-"""A graph holds at least so many calls of a shorter case."""
+"""About so many calls are in the graph of a shorter case, or one with each set of its inputs."""
 BURST_US = 3000.0
 """Short, so that the heat of one tree's burst is not another's disadvantage."""
 REPLAYS = range(3, 17)
@@ -112,8 +112,8 @@ class Built:
 
         run(0)  # compiles, tests itself and is remembered
         torch.cuda.synchronize()
-        poison(inputs[0].arguments["query"])
         expected = {number: sample(inputs[number]) for number in {0, len(inputs) - 1}}
+        poison(inputs[0].arguments["query"])
         self.error = checked(inputs[0], run(0), expected[0])
         for number in range(len(inputs)):
             run(number)
@@ -134,7 +134,7 @@ class Built:
         self.replays = max(REPLAYS[0], min(REPLAYS[-1], round(BURST_US / (once * self.calls))))
 
     def burst(self) -> list[float]:
-        """Microseconds of a call in each replay of a burst, but for the first: the GPU has just turned to this process."""
+        """Microseconds of a call in each replay but the first: the GPU has just turned to this process."""
         self.graph.replay()
         return self._timed(self.replays)
 
