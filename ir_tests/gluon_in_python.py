@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import re
 import types
@@ -41,10 +42,10 @@ def value(number: Any) -> Value:
     return torch.as_tensor(number).as_subclass(Value)
 
 
-def in_python(module: types.ModuleType) -> types.SimpleNamespace:
-    """The module's functions, which call each other and :data:`_GLUON` instead of Gluon."""
+def in_python(*modules: types.ModuleType) -> types.SimpleNamespace:
+    """The modules' functions, which call each other and :data:`_GLUON` instead of Gluon."""
     names: dict[str, Any] = {"gl": _GLUON}
-    for name, held in vars(module).items():
+    for name, held in itertools.chain(*(vars(module).items() for module in modules)):
         if isinstance(held, constexpr):
             names[name] = held.value
         elif isinstance(getattr(held, "fn", None), types.FunctionType):

@@ -12,9 +12,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tcport.kernels import hopper_blocks, hopper_softmax
+from tcport.kernels import hopper_blocks, hopper_fetch, hopper_softmax
 
 BLOCKS, SOFTMAX = in_python(hopper_blocks), in_python(hopper_softmax)
+FETCH = in_python(hopper_fetch, hopper_blocks)
 ROWS, KEYS = 64, 16
 
 
@@ -148,6 +149,50 @@ def test_every_token_is_in_one_block_with_its_own_sequence(
     assert got == want
     nowhere = (None, stride, None, stride, len(lens), sum(counts))
     assert next(map(int, BLOCKS.find_tokens(value(torch.tensor(0)), nowhere, 0, tokens))) == -1
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    lens=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 20)), max_size=5),
+    around=st.tuples(st.integers(0, 20), st.integers(0, 20)),
+    tokens=st.sampled_from([1, 4, 8]),
+    kv_heads=st.sampled_from([1, 3]),
+    window=st.none() | st.integers(1, 40),
+    causal=st.booleans(),
+    both_ends=st.booleans(),
+)
+def test_every_token_and_kv_head_is_in_one_item_and_items_without_keys_have_no_tiles(
+    lens: list[tuple[int, int]],
+    around: tuple[int, int],
+    tokens: int,
+    kv_heads: int,
+    window: int | None,
+    causal: bool,
+    both_ends: bool,
+) -> None:
+    """A CTA of one block fetches and multiplies it untested: without rows it must wait for no tile."""
+    counts = [around[0], *(queries for queries, _ in lens), around[1]]
+    bounds = torch.tensor(counts).cumsum(0)[:-1].int()
+    lengths = torch.tensor([*(keys for _, keys in lens), -(2**30)]).int()  # never empty, so that it can be indexed
+    batch = (Pointer(bounds), 1, Pointer(lengths), 1, len(lens), sum(counts))
+    items = (sum(counts) // tokens + len(lens) + 2) * kv_heads
+    got = []
+    for item in range(items + 3):
+        block, seq = FETCH._block_of(
+            value(torch.tensor(item)),
+            value(torch.tensor(items)),
+            batch,
+            value(torch.tensor(both_ends)),
+            kv_heads,
+            tokens,
+        )
+        count, first, position, seq_len, kv_head = map(int, block)
+        got += [(first + at, kv_head) for at in range(count)]
+        sees = count > 0 and seq_len > 0 and (not causal or position + count > 0)
+        if window is not None:
+            sees = sees and position - window + 1 < seq_len
+        assert (int(BLOCKS.span(block, window, KEYS, 8, causal)[5]) > 0) == sees, (block, seq)
+    assert sorted(got) == [(token, head) for token in range(sum(counts)) for head in range(kv_heads)]
 
 
 @given(first=st.integers(0, 9), second=st.integers(0, 9), several=st.booleans())
