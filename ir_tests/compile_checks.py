@@ -72,6 +72,7 @@ def checks() -> dict[str, Callable[[], None]]:
         "everything": VARLEN.with_options(**EVERYTHING),
         "mla": MLA,
         "in pairs": IN_PAIRS,
+        "in parts": LONG,
     }.items():
         table[f"mutations, {name}"] = functools.partial(only_the_results_are_mutated, case)
     return table
@@ -133,14 +134,19 @@ def only_the_results_are_mutated(case: Case) -> None:
     from tcport.kernels.triton_prefill import paged_prefill
 
     entry = paged_decode if case.q_lens is None else paged_prefill
+    of_launches = []
     with targeting(GPUTarget("cuda", 90, 32)):
-        for launch in record(entry, build(case), TileConfig(16, 32, 4, 2, 2), traced=True):
-            if hasattr(wrap, "identify_accessed_tensors"):
-                accesses = wrap.identify_accessed_tensors(launch.kernel, dict(launch.arguments), {})
-                written = {access.name for access in accesses.read_writes.writes}
-            else:
-                written = set(wrap.identify_mutated_tensors(launch.kernel, dict(launch.arguments), {}))
-        assert written == {"out", "lse"}, f"{launch.kernel.__name__} mutates {sorted(written)}"
+        for tile in (TileConfig(16, 32, 4, 2), TileConfig(16, 32, 4, 2, 2), TileConfig(16, 32, 4, 2, parts=2)):
+            for launch in record(entry, build(case), tile, traced=True):
+                if hasattr(wrap, "identify_accessed_tensors"):
+                    accesses = wrap.identify_accessed_tensors(launch.kernel, dict(launch.arguments), {})
+                    written = {access.name for access in accesses.read_writes.writes}
+                else:
+                    written = set(wrap.identify_mutated_tensors(launch.kernel, dict(launch.arguments), {}))
+                of_launches.append(written)
+    results, first = {"out", "lse"}, {"scratch"}
+    in_parts = [results | first, results] if case == LONG else [results]
+    assert of_launches == [results, first, results, *in_parts], of_launches
 
 
 def write(dtype: torch.dtype, target: str, source: torch.dtype = torch.bfloat16) -> None:
