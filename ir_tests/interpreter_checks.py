@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import warnings
 from collections.abc import Callable
 
@@ -72,6 +73,9 @@ def attention_cases() -> dict[str, tuple[Case, TileConfig, float]]:
     )  # fmt: skip
     table["group wider than the block"] = (dataclasses.replace(DECODE, heads=(36, 1), page=1), NARROW, 1e-5)
     table["page wider than the tile"] = (dataclasses.replace(DECODE, page=50), NARROW, 1e-5)
+    for cut in ({"num_splits": 3}, {"parts": 2}):
+        case = dataclasses.replace(LONG, lens=(700, 0, 3), heads=(9, 3), dims=(24, 7))
+        table[f"odd heads and dims, {cut}"] = (case, dataclasses.replace(BROAD, **cut), 1e-5)
     table["no sequence"] = (Case(()), NARROW, 1e-5)
     table["no sequence covers a row"] = (Case((), (), uncovered=(0, 3)), WIDE, 1e-5)
     return table
@@ -154,12 +158,44 @@ def equal_logits_in_splits(size: float) -> None:
         check(call, *entry(call, tile, lambda kernel: kernel), 1e-6)
 
 
+def what_no_program_wrote_is_seen() -> None:
+    """Debug mode fills memory: a row whose splits, or whose entry of the table of parts, are missing is no number."""
+    from tcport import debug
+    from tcport.kernels.triton_combine import combine
+
+    for num_splits in (3, None):
+        with debug.poisoned():
+            out, lse, scratch = torch.empty(2, 3, 7), torch.empty(2, 3), torch.empty(999, dtype=torch.int64)
+        combine(scratch, num_splits, out, lse, 4, lambda kernel: kernel)
+        assert out.isnan().all()
+        assert lse.isnan().all()
+
+
+def what_is_no_number_stays_where_it_is() -> None:
+    """NaN and infinity in a query or a value reach the same outputs in splits and in parts as in one piece."""
+    from tcport.kernels.triton_decode import paged_decode
+
+    case = Case((700, 300, 3, 0), dims=(16, 7))
+    for name, number in itertools.product(("query", "v_cache"), (torch.nan, torch.inf, -torch.inf)):
+        call = build(case)
+        changed = getattr(call, name).clone()
+        changed[(1, 2, 3) if name == "query" else (int(call.block_table[1, 1]), 2, 1, 3)] = number
+        call = dataclasses.replace(call, **{name: changed})
+        want = paged_decode(call, BROAD, lambda kernel: kernel)
+        assert not want[0].isfinite().all()
+        for cut in (dataclasses.replace(BROAD, num_splits=3), dataclasses.replace(BROAD, parts=3)):
+            for got, wanted in zip(paged_decode(call, cut, lambda kernel: kernel), want, strict=True):
+                torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
 def checks() -> dict[str, Callable[[], None]]:
     table: dict[str, Callable[[], None]] = {
         name: functools.partial(attention, *row) for name, row in attention_cases().items()
     }
     table["any batch"] = any_batch
     table["bf16 queries of any size"] = bf16_queries_of_any_size
+    table["what no program wrote is seen"] = what_no_program_wrote_is_seen
+    table["what is no number stays where it is"] = what_is_no_number_stays_where_it_is
     for size in (1.0, 1e3, -1e3, 1e7, 1e30, -1e30):
         table[f"equal logits in splits, queries of {size:g}"] = functools.partial(equal_logits_in_splits, size)
     for dtype in (torch.float64, torch.float32, torch.float16, torch.int8, *FP8):

@@ -94,7 +94,8 @@ def combine_kernel(
     first = token
     if PARTS:
         first, num_splits = unpack(tl.load(scratch + token * PLACE), tl.int32)
-        if num_splits == 1:
+        # Of no more than one: a sequence whose parts no program has counted keeps what debug mode filled its row with.
+        if num_splits <= 1:
             return
         scratch += apart * PLACE
         first, apart = first.to(tl.int64), 1
