@@ -113,6 +113,25 @@ def compile_few_rows_for(target: str, dtype: torch.dtype, rows: int, depth: int,
     assert ("bar.warp.sync" in ptx) == (tile.early and ahead < tile.steps(depth))
 
 
+def nothing_spills_for(depth: int, width: int, rows: int, zeros_dtype: torch.dtype) -> None:
+    """Of 16 rows that are staged, with masks for columns past the end and words that are loaded one by one."""
+    from triton.backends.compiler import GPUTarget
+
+    from tcport.kernels.gluon_int4 import few_rows_matmul
+    from tcport.kernels.offline import compile_launch, record
+    from tcport.kernels.target import targeting
+    from tcport.tiling.compile_worker import _nvidia_resources
+
+    x, packed = torch.empty(rows, depth, dtype=torch.bfloat16), torch.empty(depth // 8, width, dtype=torch.int32)
+    scales, zeros = (torch.empty(depth // 128, width, dtype=d) for d in (torch.bfloat16, zeros_dtype))
+    tile = int4.few_rows_tile(rows, depth, width, 132, SHARED["sm_90"])
+    assert tile.staged
+    target = GPUTarget(*TARGETS["sm_90"])
+    with targeting(target):
+        (launch,) = record(few_rows_matmul, *(a.to("meta") for a in (x, packed, scales, zeros)), tile=tile)
+    assert _nvidia_resources(compile_launch(launch, target))["spill"] == 0
+
+
 def compiled() -> dict[str, Callable[[], None]]:
     few_rows = {
         f"few rows, {target} {dtype} {rows} of {depth} x {width}": functools.partial(
@@ -134,18 +153,29 @@ def compiled() -> dict[str, Callable[[], None]]:
             ("sm_90", torch.bfloat16, 16, 4096, 6144, 132),
         )
     }
-    return few_rows | {
-        f"{target} {dtype} {width} columns, groups of {group}": functools.partial(
-            compile_for, target, dtype, width, group
+    masked = {
+        f"few rows, nothing spills, {rows} of {depth} x {width}, zeros {dtype}": functools.partial(
+            nothing_spills_for, depth, width, rows, dtype
         )
-        for target, dtype in (
-            ("sm_80", torch.float32),
-            ("sm_86", torch.float16),
-            ("sm_90", torch.bfloat16),
-            ("gfx942", torch.bfloat16),
-        )
-        for width, group in ((4096, 128), (14336, 64))
+        for depth, width, rows in ((6144, 520, 32), (6144, 4098, 16), (5120, 4098, 32))
+        for dtype in (torch.int8, torch.int32)
     }
+    return (
+        few_rows
+        | masked
+        | {
+            f"{target} {dtype} {width} columns, groups of {group}": functools.partial(
+                compile_for, target, dtype, width, group
+            )
+            for target, dtype in (
+                ("sm_80", torch.float32),
+                ("sm_86", torch.float16),
+                ("sm_90", torch.bfloat16),
+                ("gfx942", torch.bfloat16),
+            )
+            for width, group in ((4096, 128), (14336, 64))
+        }
+    )
 
 
 TABLES = {"interpreted": interpreted, "compiled": compiled}

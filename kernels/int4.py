@@ -69,7 +69,8 @@ def few_rows_tile(rows: int, depth: int, width: int, units: int | None, shared: 
     A thread has up to 128 registers, mostly for words on their way, so an SM holds 16 warps. They are one program's
     where the programs get an SM each, else those of two programs that need no loop, or of four with fewer warps: SMs
     that are done begin others sooner then. ``x`` is staged where shared memory holds a program's rows, but not for 16
-    rows that need no loop: each step then waits for its own, not for all.
+    rows that need no loop: each step then waits for its own, not for all. With 16 rows staged and columns past the end,
+    there is room for one step's words: with those of two, Triton 3.6 and 3.7 spill some.
 
     On an H200, for 4096 x 4096, 4096 x 14336 and 14336 x 4096 weights with 1, 8 and 16 rows, 32 of the second, and 8 of
     4096 x 11008 and 8192 x 14336, each was the fastest of those timed behind their like; the reasons given were not
@@ -86,20 +87,24 @@ def few_rows_tile(rows: int, depth: int, width: int, units: int | None, shared: 
     def fits(tile: FewRowsTile) -> bool:
         return tile.shared_bytes(rows, depth) <= shared
 
+    def whole(tile: FewRowsTile) -> bool:
+        # Masks, and loads of less than 16 bytes, take many registers.
+        return width % tile.block_n == 0
+
     if -(-width // 32) <= alone:
         in_registers = FewRowsTile(warps_k=16, overlapped=True, early=few)
         if in_registers.steps(depth) <= 2:
             in_registers = dataclasses.replace(in_registers, ahead=2)
             if not few:
                 return in_registers
-        staged = dataclasses.replace(in_registers, ahead=2, staged=True)
+        staged = dataclasses.replace(in_registers, ahead=2 if few or whole(in_registers) else 1, staged=True)
         return staged if fits(staged) else in_registers
     if -(-width // 64) <= alone:
-        staged = FewRowsTile(warps_k=8, warps_n=2, ahead=2, staged=True)
+        staged = FewRowsTile(warps_k=8, warps_n=2, staged=True)
+        staged = dataclasses.replace(staged, ahead=2 if few or whole(staged) else 1)
         return staged if fits(staged) else dataclasses.replace(staged, staged=False, ahead=1)
     at_once = FewRowsTile(warps_k=8, ahead=4, overlapped=True)
-    # Masks, and loads of less than 16 bytes, take too many registers.
-    loop = not few or width % at_once.block_n != 0 or at_once.steps(depth) > at_once.ahead
+    loop = not few or not whole(at_once) or at_once.steps(depth) > at_once.ahead
     staged = FewRowsTile(warps_k=4, warps_n=4, staged=True, overlapped=few, early=True)
     blocks = -(-width // staged.block_n)
     if blocks <= alone and fits(staged) and (loop or 4 * blocks >= 3 * alone):
