@@ -1,13 +1,12 @@
 # type: ignore  (device code: Gluon's language, which type checkers take for Python)
 """Paged attention for Hopper: pages by TMA, products by wgmma, softmax under the products. Written in Gluon.
 
-A CTA has one block of query rows, or takes one after another (:mod:`tcport.kernels.hopper_blocks`). Its warps are of
-two kinds. One warp fetches (:mod:`tcport.kernels.hopper_fetch`): it finds out whose rows a block holds, tells the
-others, reads the page ids of every tile and asks the copy engine for its keys and values. The others, two groups of
-four warps with half of the rows each, multiply (:mod:`tcport.kernels.hopper_multiply`). They meet at barriers in
-shared memory, a pair for every buffer of keys, of values and of what is told: "ready" is set once all of it has come,
-"free" by both groups once they have read it. So the first keys of a block are on their way while the last of the block
-before are multiplied.
+A CTA takes blocks of query rows one after the other (:mod:`tcport.kernels.hopper_blocks`). Its warps are of two kinds.
+One warp fetches (:mod:`tcport.kernels.hopper_fetch`): it takes the next block, tells the others, reads the page ids of
+every tile and asks the copy engine for its keys and values. The others, two groups of four warps with half of the rows
+each, multiply (:mod:`tcport.kernels.hopper_multiply`). They meet at barriers in shared memory, a pair for every buffer
+of keys, of values and of what is told: "ready" is set once all of it has come, "free" by both groups once they have
+read it. So the first keys of a block are on their way while the last of the block before are multiplied.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ def hopper_attention_kernel(
         keys, values: descriptors of the caches as matrices whose rows are one token stride apart, in boxes of
             ``[BOX, 64]``. Token t of page p and head h begins at row ``p * page_rows + h * head_rows + t``, dim
             ``h * head_dims``.
-        counter: int32, 0: how many blocks beyond one for each CTA have been taken. None: each CTA has one, no more.
+        counter: int32, 0: how many blocks beyond one for each CTA have been taken. Not used where each has its own.
         items: blocks times KV heads; at least as many as CTAs.
         sign, scale: the sign of the factor on ``q.k`` (0 where it is 0) and its size.
         window: None for none.
@@ -81,7 +80,6 @@ def hopper_attention_kernel(
         MULTIPLYING, FETCHING: registers of a thread of either kind.
     """
     TOKENS: gl.constexpr = 2 * ROWS // GROUP
-    ONE_BLOCK: gl.constexpr = counter is None
     BOXES: gl.constexpr = BLOCK_N // BOX * (DIM // BOX_DIMS)
     dtype: gl.constexpr = keys.dtype
     operand: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -108,14 +106,14 @@ def hopper_attention_kernel(
                 multiply,
                 (
                     query_tiles, source, boxes, barriers, telling, scale, window, out, lse, 0,
-                    NUM_KV_HEADS, GROUP, TOKENS, DIM, BLOCK_N, BOX, STAGES, CAUSAL, ONE_BLOCK,
+                    NUM_KV_HEADS, GROUP, TOKENS, DIM, BLOCK_N, BOX, STAGES, CAUSAL,
                 ),
             ),
             (
                 multiply,
                 (
                     query_tiles, source, boxes, barriers, telling, scale, window, out, lse, 1,
-                    NUM_KV_HEADS, GROUP, TOKENS, DIM, BLOCK_N, BOX, STAGES, CAUSAL, ONE_BLOCK,
+                    NUM_KV_HEADS, GROUP, TOKENS, DIM, BLOCK_N, BOX, STAGES, CAUSAL,
                 ),
             ),
             (

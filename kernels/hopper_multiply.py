@@ -28,9 +28,9 @@ ROWS = gl.constexpr(64)  # of a group of four warps: the height of a wgmma
 def multiply(
     query_tiles, source, boxes, barriers, telling, scale, window, out, lse, group: gl.constexpr,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr,
-    BOX: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, ONE_BLOCK: gl.constexpr,
+    BOX: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Attend with one half of the rows of the block that is told of, or of every block until there is none.
+    """Attend with one half of the rows of every block that is told of, and store the results.
 
     The two groups run on their own: when one takes its softmax, the tensor cores are left to the other. Making them
     take turns, as FlashAttention-3 does, was tried on an H200 and gained nothing; nor did a second warp that fetches,
@@ -43,51 +43,32 @@ def multiply(
     done = number  # tiles of the blocks before
     block = heard(telling, number)
     _bring_queries(query_tile, source, block, group, GROUP, TOKENS, DIM, wide)
-    if ONE_BLOCK:
-        _attend_block(
-            query_tile, boxes, barriers, block, done, window, factor, out, lse, group, wide,
-            NUM_KV_HEADS, GROUP, TOKENS, DIM, BLOCK_N, BOX, STAGES, CAUSAL,
+    while block[0] > 0:
+        tiles = span(block, window, BLOCK_N, BOX, CAUSAL)[5]
+        mine = tiles
+        if group == 1 and GROUP <= ROWS:  # noqa: SIM102 - known to the compiler, and what follows is not
+            # A single token's rows are all the first group's: that one waits for memory then, and not for this one.
+            if block[0] * GROUP <= ROWS:
+                _pass_over(barriers, done, tiles, STAGES)
+                mine = tiles * 0
+        result, denominator, log_maximum = _attend(
+            query_tile, boxes, barriers, block, done, mine, window, factor, group,
+            GROUP, DIM, BLOCK_N, BOX, STAGES, CAUSAL,
         )  # fmt: skip
-    else:
-        while block[0] > 0:
-            done += _attend_block(
-                query_tile, boxes, barriers, block, done, window, factor, out, lse, group, wide,
-                NUM_KV_HEADS, GROUP, TOKENS, DIM, BLOCK_N, BOX, STAGES, CAUSAL,
-            )  # fmt: skip
-            number += 1
-            block = heard(telling, number)
-            # Here and not where it is needed: what says where rows lie would stay in registers through all tiles.
-            _bring_queries(query_tile, source, block, group, GROUP, TOKENS, DIM, wide)
-
-
-@gluon.jit
-def _attend_block(
-    query_tile, boxes, barriers, block, done, window, factor, out, lse, group: gl.constexpr, wide: gl.constexpr,
-    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr,
-    BOX: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-):  # fmt: skip
-    """One group's rows of a block: attend, and store the results. The number of the block's tiles."""
-    tiles = span(block, window, BLOCK_N, BOX, CAUSAL)[5]
-    mine = tiles
-    if group == 1 and GROUP <= ROWS:  # noqa: SIM102 - known to the compiler, and what follows is not
-        # A single token's rows are all the first group's: that one waits for memory then, and not for this one.
-        if block[0] * GROUP <= ROWS:
-            _pass_over(barriers, done, tiles, STAGES)
-            mine = tiles * 0
-    result, denominator, log_maximum = _attend(
-        query_tile, boxes, barriers, block, done, mine, window, factor, group,
-        GROUP, DIM, BLOCK_N, BOX, STAGES, CAUSAL,
-    )  # fmt: skip
-    token, head, valid = _rows(block, group, GROUP, TOKENS, gl.SliceLayout(1, wide))
-    target = token * (NUM_KV_HEADS * GROUP) + head
-    dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, wide))
-    share = gl.convert_layout(gl.where(denominator > 0, denominator, 1.0), gl.SliceLayout(1, result.type.layout))
-    stored = gl.convert_layout((result * (1.0 / share)[:, None]).to(out.dtype.element_ty), wide)
-    gl.store(out + target[:, None] * DIM + dim[None, :], stored, mask=valid[:, None])
-    if lse is not None:
-        log_sum = (log_maximum + gl.log2(denominator)) * LN2
-        gl.store(lse + target, gl.convert_layout(log_sum, gl.SliceLayout(1, wide)), mask=valid)
-    return tiles
+        token, head, valid = _rows(block, group, GROUP, TOKENS, gl.SliceLayout(1, wide))
+        target = token * (NUM_KV_HEADS * GROUP) + head
+        dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, wide))
+        share = gl.convert_layout(gl.where(denominator > 0, denominator, 1.0), gl.SliceLayout(1, result.type.layout))
+        stored = gl.convert_layout((result * (1.0 / share)[:, None]).to(out.dtype.element_ty), wide)
+        gl.store(out + target[:, None] * DIM + dim[None, :], stored, mask=valid[:, None])
+        if lse is not None:
+            log_sum = (log_maximum + gl.log2(denominator)) * LN2
+            gl.store(lse + target, gl.convert_layout(log_sum, gl.SliceLayout(1, wide)), mask=valid)
+        number += 1
+        done += tiles
+        block = heard(telling, number)
+        # Here and not where it is needed: what says where rows lie would stay in registers through all tiles.
+        _bring_queries(query_tile, source, block, group, GROUP, TOKENS, DIM, wide)
 
 
 @gluon.jit

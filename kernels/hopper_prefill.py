@@ -69,7 +69,7 @@ def hopper_prefill(
         out=out,
         lse=lse if call.return_lse else None,
         # Of each launch's own: launches may be under way together, on several streams or in graphs that are replayed.
-        counter=query.new_zeros(1, dtype=torch.int32) if shared_out else None,
+        counter=(query.new_zeros if shared_out else query.new_empty)(1, dtype=torch.int32),
         items=items,
         num_seqs=call.seq_lens.shape[0],
         num_tokens=num_tokens,
