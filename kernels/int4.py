@@ -91,24 +91,25 @@ def few_rows_tile(rows: int, depth: int, width: int, units: int | None, shared: 
         # Masks, and loads of less than 16 bytes, take many registers.
         return width % tile.block_n == 0
 
+    def staged(tile: FewRowsTile) -> FewRowsTile:
+        return dataclasses.replace(tile, ahead=2 if few or whole(tile) else 1, staged=True)
+
     if -(-width // 32) <= alone:
         in_registers = FewRowsTile(warps_k=16, overlapped=True, early=few)
         if in_registers.steps(depth) <= 2:
             in_registers = dataclasses.replace(in_registers, ahead=2)
             if not few:
                 return in_registers
-        staged = dataclasses.replace(in_registers, ahead=2 if few or whole(in_registers) else 1, staged=True)
-        return staged if fits(staged) else in_registers
+        return staged(in_registers) if fits(staged(in_registers)) else in_registers
     if -(-width // 64) <= alone:
-        staged = FewRowsTile(warps_k=8, warps_n=2, staged=True)
-        staged = dataclasses.replace(staged, ahead=2 if few or whole(staged) else 1)
-        return staged if fits(staged) else dataclasses.replace(staged, staged=False, ahead=1)
+        in_registers = FewRowsTile(warps_k=8, warps_n=2)
+        return staged(in_registers) if fits(staged(in_registers)) else in_registers
     at_once = FewRowsTile(warps_k=8, ahead=4, overlapped=True)
     loop = not few or not whole(at_once) or at_once.steps(depth) > at_once.ahead
-    staged = FewRowsTile(warps_k=4, warps_n=4, staged=True, overlapped=few, early=True)
-    blocks = -(-width // staged.block_n)
-    if blocks <= alone and fits(staged) and (loop or 4 * blocks >= 3 * alone):
-        return staged
+    wide = FewRowsTile(warps_k=4, warps_n=4, staged=True, overlapped=few, early=True)
+    blocks = -(-width // wide.block_n)
+    if blocks <= alone and fits(wide) and (loop or 4 * blocks >= 3 * alone):
+        return wide
     if few:
         return FewRowsTile(warps_k=8, warps_n=2, blocks=2) if loop else at_once
     return FewRowsTile(warps_k=4, overlapped=True, early=True)

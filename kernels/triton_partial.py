@@ -6,8 +6,8 @@ which the sum would be lost where logits are huge: at 1e7, fp32 holds no digit b
 the same whatever number of keys it holds. The heads' outputs follow, in fp32.
 
 All is one allocation, of which generated code works out one size: where sizes are open, the number of splits is a long
-formula, which takes the host a microsecond each time it is written out. And words of heads lie together, for a sector
-of memory (32 bytes) that is written in part is fetched before it is read, which takes longer than the merge.
+formula, which takes the host a microsecond each time it is written out. And words of heads lie together: next to each
+head's output, where no more of a sector of 32 bytes was written, they cost a call 0.9 us on an H200.
 """
 
 from __future__ import annotations
